@@ -1,0 +1,72 @@
+"""bedstone: open deep-learning primitives, written in Python.
+
+Convolution, pooling, softmax, activations, normalisation and tensor operations, forward and
+backward, on any strides, compiled at run time for the machine they run on. Three levels:
+
+    bedstone.convolution(x, w, padding=1)                     arrays in, array out
+    bedstone.Handle().plan(problem).execute(x, w, y)          descriptors, the caller's buffers
+    bedstone.Handle().plan(problem)(x_pointer, w_pointer, y_pointer)
+
+Importing bedstone imports NumPy and nothing heavier; compilers come in with the first plan.
+"""
+
+from bedstone.plan.config import config, get_num_threads, set_num_threads
+from bedstone.plan.device import Device
+from bedstone.plan.handle import Handle, default_handle
+from bedstone.plan.plan import Plan
+from bedstone.plan.registry import backends
+from bedstone.spec.activation import ActivationDesc, ActivationProblem
+from bedstone.spec.convolution import (
+    BiasGradientProblem,
+    ConvolutionDesc,
+    ConvolutionProblem,
+    Epilogue,
+    convolution_problem,
+)
+from bedstone.spec.dtypes import DType
+from bedstone.spec.errors import BedstoneError, InvalidDescriptor, NotSupported
+from bedstone.spec.problem import Problem, parse_problem
+from bedstone.spec.tensor import TensorDesc
+from bedstone.version import __version__
+
+# isort: split
+from bedstone.functional import (
+    activation,
+    activation_backward,
+    convolution,
+    convolution_backward_bias,
+    convolution_backward_data,
+    convolution_backward_filter,
+)
+
+__all__ = [
+    "ActivationDesc",
+    "ActivationProblem",
+    "BedstoneError",
+    "BiasGradientProblem",
+    "ConvolutionDesc",
+    "ConvolutionProblem",
+    "DType",
+    "Device",
+    "Epilogue",
+    "Handle",
+    "InvalidDescriptor",
+    "NotSupported",
+    "Plan",
+    "Problem",
+    "TensorDesc",
+    "__version__",
+    "activation",
+    "activation_backward",
+    "backends",
+    "config",
+    "convolution",
+    "convolution_backward_bias",
+    "convolution_backward_data",
+    "convolution_backward_filter",
+    "convolution_problem",
+    "default_handle",
+    "get_num_threads",
+    "parse_problem",
+    "set_num_threads",
+]

@@ -1,0 +1,1 @@
+"""How: one folder per kernel language, the same file names in each."""

@@ -1,0 +1,1 @@
+"""Who calls: one folder per framework, each over the public interface only."""

@@ -1,0 +1,1 @@
+"""Which way: choosing an algorithm for a problem, explaining, measuring and remembering it."""

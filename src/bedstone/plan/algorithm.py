@@ -1,0 +1,51 @@
+"""Algorithm: one way to compute a primitive. The unit of choice, explanation and measurement."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
+
+from bedstone.plan.device import Device
+from bedstone.spec.problem import Problem
+
+
+class Kernel(Protocol):
+    """What `build` returns: a compiled call. May have `description: str`, one line of plain words
+    (tiles, vector width) for explain()."""
+
+    def __call__(
+        self, pointers: Sequence[int], workspace: int, alpha: float, beta: float, stream: int
+    ) -> None:
+        """Run on addresses in the order of the problem's operands. Checks and allocates nothing."""
+
+
+class Algorithm(ABC):
+    """One way to compute a primitive; backends list instances in their ALGORITHMS tuples.
+
+    `supports` and `estimate` are pure and cheap; `build` compiles; the kernel does neither.
+    """
+
+    name: ClassVar[str]  # backend first, then the field's words: "cpu:implicit_gemm"
+    deterministic: ClassVar[bool] = True
+
+    @abstractmethod
+    def supports(self, problem: Problem, device: Device) -> str | None:
+        """None if this algorithm takes the problem, else the reason, in words, why not."""
+
+    def workspace(self, problem: Problem, device: Device) -> int:
+        """Bytes of caller's memory needed during a call."""
+        return 0
+
+    @abstractmethod
+    def estimate(self, problem: Problem, device: Device) -> float:
+        """Seconds expected on the device, from a small analytic model."""
+
+    @abstractmethod
+    def build(self, problem: Problem, device: Device) -> Kernel:
+        """Compile (or load from the cache) the kernel for a problem that `supports` accepted."""
+
+    @property
+    def backend(self) -> str:
+        """The part of the name before the colon."""
+        return self.name.split(":", 1)[0]

@@ -1,0 +1,144 @@
+"""Settings, from the environment or a `with bedstone.config(...)` block, in one table.
+
+A block's settings hold for the code inside it, in that thread or task only. Plans made under
+other settings are other plans: the settings that steer the choice are part of a plan's key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, replace
+
+from bedstone.spec.errors import InvalidDescriptor
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One row of the table of settings: keyword, environment variable, meaning."""
+
+    name: str
+    variable: str
+    meaning: str
+
+
+SETTINGS = (
+    Setting("log", "BEDSTONE_LOG", "off (default); info: plans and fallbacks; debug: details"),
+    Setting("backend", "BEDSTONE_BACKEND", "backends to consider, in order, joined by commas"),
+    Setting("algorithm", "BEDSTONE_ALGORITHM", "the one to use: cpu:implicit_gemm, or cpu:*"),
+    Setting("cache_dir", "BEDSTONE_CACHE_DIR", "compiled kernels, measurements; empty: none"),
+    Setting("cache_mb", "BEDSTONE_CACHE_MB", "bound on the cache's size in MiB (default 512)"),
+    Setting("num_threads", "BEDSTONE_NUM_THREADS", "CPU threads (OMP_NUM_THREADS, else cores)"),
+    Setting("cpu_target", "BEDSTONE_CPU_TARGET", "CPU to compile for (native, haswell, ...)"),
+)
+
+LOG_LEVELS = ("off", "info", "debug")
+
+
+@dataclass(frozen=True)
+class Config:
+    """The settings in force. Empty strings mean the default."""
+
+    log: str = "off"
+    backend: str = ""
+    algorithm: str = ""
+    cache_dir: str = ""
+    cache_mb: int = 512
+    num_threads: int = 0
+    cpu_target: str = ""
+
+    def __post_init__(self) -> None:
+        if self.log not in LOG_LEVELS:
+            raise InvalidDescriptor("log", self.log, f"one of {LOG_LEVELS}")
+        for name in ("cache_mb", "num_threads"):
+            value = getattr(self, name)
+            try:
+                number = int(value)
+            except (TypeError, ValueError):
+                raise InvalidDescriptor(name, value, "an integer") from None
+            if number < 0:
+                raise InvalidDescriptor(name, value, "0 or more")
+            object.__setattr__(self, name, number)
+
+    @property
+    def choice_key(self) -> tuple[str, str, str]:
+        """The settings that change which plan is made."""
+        return (self.backend, self.algorithm, self.cpu_target)
+
+
+def _default_threads() -> int:
+    """OMP_NUM_THREADS if it is a plain number, else the cores this process may use."""
+    omp = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if omp.isdigit() and int(omp) > 0:
+        return int(omp)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _from_environment() -> Config:
+    values: dict[str, object] = {}
+    for setting in SETTINGS:
+        text = os.environ.get(setting.variable)
+        if text is not None:
+            values[setting.name] = text if setting.name not in ("cache_mb", "num_threads") else (
+                text or 0
+            )  # fmt: skip
+    if "cache_dir" not in values:
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        values["cache_dir"] = os.path.join(home, "bedstone")
+    config = Config(**values)  # type: ignore[arg-type]
+    return config if config.num_threads else replace(config, num_threads=_default_threads())
+
+
+_process: Config | None = None
+_current: ContextVar[Config | None] = ContextVar("bedstone_config", default=None)
+
+
+def current() -> Config:
+    """The settings in force here: the innermost `config(...)` block's, else the process's."""
+    global _process
+    config = _current.get()
+    if config is not None:
+        return config
+    if _process is None:
+        _process = _from_environment()
+    return _process
+
+
+@contextlib.contextmanager
+def config(**settings: object) -> Iterator[Config]:
+    """Settings for the code inside the block: `with bedstone.config(num_threads=1): ...`.
+
+    Keywords are those of the table of settings. Raises InvalidDescriptor for an unknown keyword
+    or a value out of range.
+    """
+    known = [f.name for f in fields(Config)]
+    for name in settings:
+        if name not in known:
+            raise InvalidDescriptor("config", name, f"one of {known}")
+    token = _current.set(replace(current(), **settings))  # type: ignore[arg-type]
+    try:
+        yield current()
+    finally:
+        _current.reset(token)
+
+
+def set_num_threads(threads: int) -> None:
+    """Number of CPU threads of every later call in this process (1 or more)."""
+    global _process
+    if not isinstance(threads, int) or threads < 1:
+        raise InvalidDescriptor("threads", threads, "an integer of 1 or more")
+    current()
+    _process = replace(_process or _from_environment(), num_threads=threads)
+
+
+def get_num_threads() -> int:
+    """Number of CPU threads that a call made here would use."""
+    return current().num_threads
+
+
+def settings_table() -> list[tuple[str, str, str, str]]:
+    """Rows (keyword, environment variable, value in force, meaning) for docs and `info`."""
+    now = current()
+    return [(s.name, s.variable, str(getattr(now, s.name)), s.meaning) for s in SETTINGS]

@@ -1,0 +1,1 @@
+"""What is computed: descriptors, problems and float64 references. Pure Python and NumPy."""
