@@ -1,0 +1,19 @@
+"""The CPU backend: kernels emitted as LLVM IR from Python and compiled for the machine at hand.
+
+`builder` is the language the kernels are written in, `vectormath` its exp, log, tanh and erf,
+`target` the numbers that describe a chip, `objects` compiles and caches, `threads` is the worker
+pool, `kernel` the compiled kernel as a plan calls it. Every other file is a primitive.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+DEVICE_KINDS = ("cpu",)
+
+
+def missing() -> str | None:
+    """None if kernels can be compiled here, else why not."""
+    if importlib.util.find_spec("llvmlite") is None:
+        return "the package llvmlite is not installed"
+    return None
