@@ -81,13 +81,15 @@ def _from_environment() -> Config:
     for setting in SETTINGS:
         text = os.environ.get(setting.variable)
         if text is not None:
-            values[setting.name] = text if setting.name not in ("cache_mb", "num_threads") else (
-                text or 0
-            )  # fmt: skip
+            values[setting.name] = text or Config.__dataclass_fields__[setting.name].default
     if "cache_dir" not in values:
         home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         values["cache_dir"] = os.path.join(home, "bedstone")
-    config = Config(**values)  # type: ignore[arg-type]
+    try:
+        config = Config(**values)  # type: ignore[arg-type]
+    except InvalidDescriptor as error:
+        variable = next(s.variable for s in SETTINGS if s.name == error.argument)
+        raise InvalidDescriptor(variable, error.value, error.expected) from None
     return config if config.num_threads else replace(config, num_threads=_default_threads())
 
 
