@@ -7,22 +7,23 @@ sizes folds by itself. Addresses are `Int`s that count bytes. Registers hold flo
 
 A kernel, y = alpha * relu(x) + beta * y over `size` elements, on every thread of the pool:
 
-    def emit(target, size, dtype):
+    def emit(target):
         k = KernelBuilder(target)
-        lanes, bytes_ = k.lanes(dtype), itemsize(dtype)
-        chunk = 64 * lanes                               # elements one task handles
-        with k.entry("relu", pointers=2) as call:
+        lanes, step = k.lanes(dtype), itemsize(dtype)
+        chunk = 64 * lanes                                     # elements of one task
+        with k.entry("entry", pointers=2) as call:
             x, y = call.pointers
             with k.parallel(tasks=-(-size // chunk), threads=call.threads) as job:
-                with job.each_task() as task:            # outer values are captured
+                with job.each_task() as task:                  # outer scalars are captured
                     first = task * chunk
                     with k.loop(first, k.min(first + chunk, size), lanes) as i:
-                        mask = k.first_lanes(size - i, lanes)
-                        v = k.load(x + i * bytes_, dtype, lanes, mask=mask)
-                        v = k.fmax(v, 0.0) * k.cast(call.alpha, v)
-                        with k.if_(call.beta.ne(0.0)): ...   # or blend through kernel helpers
-                        k.store(v, y + i * bytes_, dtype, mask=mask)
+                        mask = k.first_lanes(size - i, lanes)  # the tail is masked, not looped
+                        v = k.fmax(k.load(x + i * step, dtype, lanes, mask=mask), 0.0)
+                        k.store_blended(v, call.alpha, call.beta, y + i * step, dtype, mask=mask)
         return k
+
+    run = compiled(f"relu {size} {dtype}", emit, pointers=2)   # from kernel.py
+    run([x.ctypes.data, y.ctypes.data], alpha=1.0, beta=0.0)
 
 Accumulators are `k.variable(...)`: stack slots that the compiler turns into registers.
 """
@@ -397,6 +398,11 @@ class KernelBuilder:
             value = Float(self, convert(value.ir, type_))
         return self.splat(value, model.lanes)
 
+    def cast_to_int(self, value: Float) -> Int:
+        """A float truncated towards zero, to i64 (or, a float32 vector, to i32 lanes)."""
+        element = I32 if value.lanes and value.element == F32 else I64
+        return Int(self, self.ir.fptosi(value.ir, like(value.type, element)))
+
     def float_from_bits(self, bits: Int) -> Float:
         """The float32 or float64 with this bit pattern (i32 or i64)."""
         element = F32 if bits.element == I32 else F64
@@ -479,6 +485,23 @@ class KernelBuilder:
         else:
             arguments = [raw, pointer, ir.Constant(I32, align), mask.ir]
             self.external(f"llvm.masked.store.{mangled(raw.type)}.p0", VOID, *arguments)
+
+    def store_blended(
+        self,
+        value: Float,
+        alpha: Float,
+        beta: Float,
+        address: IntLike,
+        dtype: str,
+        offset: IntLike = 0,
+        mask: Mask | None = None,
+    ) -> None:
+        """alpha * value + beta * (what is there), which is not read when beta is 0."""
+        result = self.variable(value * self.cast(alpha, value))
+        with self.if_(beta.ne(0.0)):
+            old = self.load(address, dtype, value.lanes, offset, mask)
+            result.set(self.fma(old, self.cast(beta, value), result.value))
+        self.store(result.value, address, dtype, offset, mask)
 
     def _addresses(self, address: IntLike, offsets: Int) -> ir.Value:
         spread = self.splat(Int(self, self.to_ir(address)), offsets.lanes)

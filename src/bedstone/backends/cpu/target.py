@@ -8,13 +8,13 @@ the AVX2 and SSE2 paths can be run (and tested) on an AVX-512 machine.
 from __future__ import annotations
 
 import functools
-import os
 import platform
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import llvmlite.binding as llvm
 
+from bedstone.plan import config
 from bedstone.spec.errors import InvalidDescriptor
 
 KIB, MIB = 1024, 1024 * 1024
@@ -58,7 +58,7 @@ class Target:
         if name == "native":
             return _host()
         if name not in NAMED:
-            raise InvalidDescriptor("BEDSTONE_CPU_TARGET", name, f"native or one of {list(NAMED)}")
+            raise InvalidDescriptor("cpu_target", name, f"native or one of {list(NAMED)}")
         target = NAMED[name]
         if target.triple.split("-")[0] == platform.machine():
             host = _host()
@@ -68,8 +68,8 @@ class Target:
 
     @classmethod
     def current(cls) -> Target:
-        """The target that BEDSTONE_CPU_TARGET names; the host without it."""
-        return cls.named(os.environ.get("BEDSTONE_CPU_TARGET") or "native")
+        """The target that the setting cpu_target names; the host without it."""
+        return cls.named(config.current().cpu_target or "native")
 
     @property
     def fingerprint(self) -> str:

@@ -127,6 +127,9 @@ class Int(Value):
         """Logical shift."""
         return self._plain("lshr", other)
 
+    def shift_right_signed(self, other: IntLike) -> Int:
+        return self._plain("ashr", other)
+
     def _compare(self, op: str, other: IntLike) -> Mask:
         return Mask(self.k, self.k.ir.icmp_signed(op, *self._pair(other)))
 
