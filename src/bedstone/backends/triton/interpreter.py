@@ -1,0 +1,79 @@
+"""Running a launch in Triton's interpreter, over host memory: for tests without a GPU.
+
+The interpreter takes arrays; a plan has addresses. `HostPointer` is the least object that it
+accepts, and `_Grid` runs the programs without the copies that arrays would need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import triton.language as tl
+from triton.runtime.interpreter import GridExecutor
+
+from bedstone.backends.triton import compile
+from bedstone.spec.dtypes import DType
+
+_TYPES = {"u8": "uint8", "i32": "int32", "i64": "int64"}
+
+
+class HostPointer:
+    """An address and an element type, as the interpreter wants them."""
+
+    def __init__(self, address: int, dtype: DType) -> None:
+        name = compile.ELEMENT[dtype]
+        self.dtype = tl.dtype(_TYPES.get(name, name))
+        self._address = address
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return self._address
+
+
+class _Grid(GridExecutor):
+    """A grid whose pointer arguments need no copies to and from the host."""
+
+    def _init_args_hst(self, args_dev: Any, kwargs: Any) -> tuple[Any, Any]:
+        return args_dev, kwargs
+
+    def _restore_args_dev(self, args_dev: Any, args_hst: Any, kwargs: Any, kwargs_hst: Any) -> None:
+        """Nothing to copy back."""
+
+
+class InterpretedLaunch:
+    """What `launch.prepare` returns under TRITON_INTERPRET=1."""
+
+    description = "in Triton's interpreter"
+
+    def __init__(
+        self,
+        function: Any,
+        grid: Sequence[int],
+        arguments: Mapping[str, Any],
+        constants: Mapping[str, Any],
+    ) -> None:
+        self._function, self._grid = function, tuple(grid)
+        self._arguments, self._constants = dict(arguments), dict(constants)
+
+    def __call__(
+        self, pointers: Sequence[int], workspace: int, alpha: float, beta: float, stream: int
+    ) -> None:
+        from bedstone.backends.triton import launch
+
+        values: dict[str, Any] = dict(self._constants)
+        for name, argument in self._arguments.items():
+            if isinstance(argument, launch.Pointer):
+                address = pointers[argument.operand] + argument.offset
+                values[name] = HostPointer(address, argument.dtype)
+            elif isinstance(argument, launch.Scratch):
+                values[name] = HostPointer(workspace + argument.offset, argument.dtype)
+            elif isinstance(argument, launch.Factor):
+                values[name] = float(alpha if argument.name == "alpha" else beta)
+            elif isinstance(argument, launch.Scalar):
+                values[name] = argument.value
+            else:
+                raise NotImplementedError(f"{name}: the interpreter has no TMA maps")
+        function = self._function
+        rewritten = function.rewrite()
+        _Grid(rewritten, function.arg_names, self._grid)(**values)
