@@ -10,12 +10,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor
 
 from bedstone.backends.triton import compile
 from bedstone.spec.dtypes import DType
 
 _TYPES = {"u8": "uint8", "i32": "int32", "i64": "int64"}
+
+
+_original_patch = interpreter._patch_lang_tensor
+
+
+def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
+    """The interpreter's own, with an `__index__` that takes its one-element arrays: NumPy 2.4 no
+    longer converts them to integers."""
+    _original_patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = _patch_lang_tensor
 
 
 class HostPointer:

@@ -1,0 +1,425 @@
+"""triton:implicit_gemm, the general convolution: every legal problem, no workspace.
+
+The host side of gemm_kernels: which tile, which constants, which arguments. The variant
+`triton:implicit_gemm_split` cuts the reduction over programs when the output alone cannot fill the
+chip; parts lie in workspace and are added in a fixed order.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from bedstone.backends.triton import launch, runtime
+from bedstone.backends.triton.convolution import gemm_kernels as kernels
+from bedstone.backends.triton.convolution import tiles
+from bedstone.backends.triton.convolution.geometry import (
+    Axis,
+    Geometry,
+    Numbers,
+    Strides,
+    all_divisible,
+    geometry_of,
+    per_axis,
+    word,
+)
+from bedstone.plan.algorithm import Algorithm, Kernel
+from bedstone.plan.device import Device
+from bedstone.spec.convolution import ConvolutionProblem
+from bedstone.spec.dtypes import DType
+from bedstone.spec.problem import Problem
+
+MAX_PROGRAMS = 2**31 - 1
+GROUP_M = 8  # rows of tiles walked together
+# Fewer channels than this are reduced together with the taps, as one index.
+FLAT_CHANNELS = 32
+FLAT_BK = 32
+MAX_SPLIT = 64  # parts of a reduction: the workspace is this many outputs at most
+MIN_SPLIT_STEPS = 8  # steps that a part must have to be worth its write and read
+SUM_BLOCK = 512  # elements a program of the kernel that adds the parts
+LAUNCH_SECONDS = 3e-6
+
+
+def product_kind(problem: ConvolutionProblem, architecture: str) -> tuple[str, str]:
+    """(kind of tile table, precision of tl.dot) for the dtype and the math mode."""
+    if problem.x.dtype is DType.float64:
+        return "double", "ieee"
+    if problem.x.dtype is not DType.float32:
+        return "half", "ieee"
+    if problem.math == "tf32":
+        return "tf32", "tf32"
+    if problem.math == "bf16":
+        return "tf32", "bf16"
+    if problem.math in ("bf16x3", "bf16x6"):
+        return ("fma" if architecture.startswith("gfx") else "split"), problem.math
+    if architecture.startswith("gfx"):
+        return "fma", "ieee"
+    # Three tf32 products recover float32's accuracy, and Triton zeroes the corrections that Inf
+    # and NaN would spoil.
+    return "split", "tf32x3"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The matrix product behind a problem: rows x columns x depth, `copies` of it; `taps` of the
+    reduction (image directions) or of the columns (backward_filter) are not blocked by channels
+    unless `flat`."""
+
+    rows: int
+    columns: int
+    depth: int
+    copies: int
+    flat: bool
+    residues: int = 1
+
+
+def shape_of(direction: str, geo: Geometry) -> Shape:
+    """The matrix product of a direction. Work masked by partial blocks is counted."""
+    if direction == "backward_filter":
+        flat = geo.channels < FLAT_CHANNELS and geo.taps > 1
+        columns, copies = geo.channels * geo.taps, geo.groups
+        if not flat:
+            columns, copies = geo.channels, geo.groups * geo.taps
+        return Shape(geo.filters, columns, geo.pixels, copies, flat)
+    if direction == "forward":
+        rows, columns, reduced, residues = geo.pixels, geo.filters, geo.channels, 1
+    else:
+        columns, reduced = geo.channels, geo.filters
+        residues = math.prod(a.u for a in geo.axes)
+        rows = geo.images * math.prod(-(-a.size // a.u) for a in geo.axes)
+    flat = reduced < FLAT_CHANNELS and geo.taps > 1
+    padded = reduced if flat else -(-reduced // FLAT_BK) * FLAT_BK
+    depth = -(-geo.taps // residues) * padded
+    return Shape(rows, columns, depth, geo.groups * residues, flat, residues)
+
+
+def split_of(shape: Shape, tile: tiles.Tile, chip: tiles.Chip) -> int:
+    """Parts of the reduction that fill the chip about twice."""
+    programs = -(-shape.rows // tile.bm) * -(-shape.columns // tile.bn) * shape.copies
+    steps = -(-shape.depth // tile.bk)
+    wanted = 2 * chip.multiprocessors // max(programs, 1)
+    return max(1, min(wanted, MAX_SPLIT, steps // MIN_SPLIT_STEPS))
+
+
+class ImplicitGemm(Algorithm):
+    """Implicit GEMM in one pass, without workspace."""
+
+    name = "triton:implicit_gemm"
+    splits = False
+
+    def supports(self, problem: Problem, device: Device) -> str | None:
+        if not isinstance(problem, ConvolutionProblem):
+            return "it computes convolutions and their gradients by data and filter"
+        if runtime.interpreting() and problem.x.dtype is DType.bfloat16:
+            return "Triton's interpreter multiplies no bfloat16 matrices"
+        choice = choose(problem, device.architecture, self.splits)
+        if choice.programs > MAX_PROGRAMS:
+            return f"needs {choice.programs} programs; a grid has at most {MAX_PROGRAMS}"
+        if self.splits and choice.split == 1:
+            return "its output fills the chip without splitting the reduction"
+        return None
+
+    def workspace(self, problem: Problem, device: Device) -> int:
+        choice = choose(problem, device.architecture, self.splits)
+        if choice.split == 1:
+            return 0
+        out = problem.outputs[0].desc
+        return choice.split * out.size * out.dtype.accumulator.itemsize
+
+    def estimate(self, problem: Problem, device: Device) -> float:
+        choice = choose(problem, device.architecture, self.splits)
+        chip = choice.chip
+        traffic = (problem.bytes + 2 * self.workspace(problem, device)) / chip.bandwidth
+        return LAUNCH_SECONDS * (1 + (choice.split > 1)) + max(choice.seconds, traffic)
+
+    def build(self, problem: Problem, device: Device) -> Kernel:
+        if not isinstance(problem, ConvolutionProblem):
+            raise TypeError(f"not a convolution: {problem}")
+        choice = choose(problem, device.architecture, self.splits)
+        if problem.direction == "backward_filter":
+            main = _filter_launch(problem, choice, device)
+        else:
+            main = _image_launch(problem, choice, device)
+        if choice.split == 1:
+            return main
+        total = _sum_launch(problem, choice, device)
+        what = f"{getattr(main, 'description', '')}; {choice.split} parts added in order"
+        return launch.Chain((main, total), what)
+
+
+class ImplicitGemmSplit(ImplicitGemm):
+    """Implicit GEMM with the reduction cut into parts that lie in workspace."""
+
+    name = "triton:implicit_gemm_split"
+    splits = True
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `choose` decides."""
+
+    geo: Geometry
+    shape: Shape
+    tile: tiles.Tile
+    split: int
+    precision: str
+    chip: tiles.Chip
+
+    @property
+    def programs(self) -> int:
+        """Programs along x."""
+        s, t = self.shape, self.tile
+        return -(-s.rows // t.bm) * -(-s.columns // t.bn) * s.copies
+
+    @property
+    def seconds(self) -> float:
+        """Modelled time of the products."""
+        s = self.shape
+        depth, copies = -(-s.depth // self.split), s.copies * self.split
+        return tiles.seconds(self.tile, self.chip, s.rows, s.columns, depth, copies)
+
+    def constants(self, dtype: DType, residues: bool) -> dict[str, Any]:
+        """The constants that both matrix kernels take."""
+        import triton.language as tl
+
+        tile = self.tile
+        bk = min(tile.bk, FLAT_BK) if self.shape.flat and residues else tile.bk
+        return {
+            "FLAT": self.shape.flat,
+            "PRECISION": self.precision,
+            "PARTIAL": self.split > 1,
+            "BM": tile.bm, "BN": tile.bn, "BK": bk,
+            "ACC": tl.float64 if dtype is DType.float64 else tl.float32,
+        }  # fmt: skip
+
+
+def gathered(problem: ConvolutionProblem) -> bool:
+    """True if an operand of the product cannot be read in 16-byte words."""
+    geo, unit = geometry_of(problem), word(problem.x.dtype.itemsize)
+    operands = {"forward": (geo.x,), "backward_data": (geo.y,), "backward_filter": (geo.x, geo.y)}
+    counts = (geo.channels, geo.filters)
+    return not all_divisible(counts, unit) or not all(
+        t.channel == 1 and all_divisible((t.batch, *t.space), unit)
+        for t in operands[problem.direction]
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def choose(problem: ConvolutionProblem, architecture: str, splits: bool) -> Choice:
+    """The tile, and the split if `splits`, of least modelled time."""
+    chip = tiles.chip_of(architecture)
+    kind, precision = product_kind(problem, architecture)
+    geo = geometry_of(problem)
+    shape = shape_of(problem.direction, geo)
+    choices = [
+        Choice(geo, shape, tile, split_of(shape, tile, chip) if splits else 1, precision, chip)
+        for tile in chip.table(kind, gathered(problem))
+    ]
+    return min(choices, key=lambda choice: choice.seconds)
+
+
+def _image_launch(problem: ConvolutionProblem, choice: Choice, device: Device) -> Kernel:
+    """Forward or backward_data."""
+    geo, dtype = choice.geo, problem.x.dtype
+    forward = problem.direction == "forward"
+    reduced, produced = (geo.channels, geo.filters) if forward else (geo.filters, geo.channels)
+    src, out = (geo.x, geo.y) if forward else (geo.y, geo.x)
+    numbers = _index_map(geo, forward)
+    numbers.add({"N": geo.images, "GROUPS": geo.groups, "SPLIT": choice.split})
+    unit = word(dtype.itemsize)
+    src_t = _image_operand(numbers, "s_", src, "RC", reduced, unit)
+    out_t = _image_operand(numbers, "o_", out, "OC", produced, unit)
+    w_t = _filter_operand(numbers, geo, forward, unit)
+    if geo.flat_depth:
+        numbers.fix(_no_depth(("OD", "ID", "TD", "u_d", "dil_d", "jump_d", "mul_d"), 1))
+        numbers.fix(_no_depth(("off_d", "step_d", "s_d", "w_d", "o_d"), 0))
+    act = problem.epilogue.activation
+    has_bias = problem.epilogue.bias
+    last = len(problem.operands) - 1
+    arguments: dict[str, launch.Argument] = {
+        "src_ptr": launch.Pointer(0 if forward else 1, dtype),
+        "w_ptr": launch.Pointer(1 if forward else 0, dtype, geo.w.first * dtype.itemsize),
+        "out_ptr": launch.Pointer(last, dtype),
+        "bias_ptr": launch.Pointer(2 if has_bias else last, dtype),
+        "part_ptr": _part(problem, choice, last),
+        **launch.factors(dtype),
+        **_coefficients(act, dtype),
+        **numbers.scalars,
+    }
+    constants = {
+        **choice.constants(dtype, residues=True),
+        **numbers.constants,
+        "STRIDED": not forward and choice.shape.residues > 1,
+        "WIDE": math.prod(a.out if forward else a.size for a in geo.axes) * geo.images >= 2**31,
+        "BIAS": has_bias and choice.split == 1,
+        "ACTIVATION": act.kind if act is not None and choice.split == 1 else "none",
+        "SRC_T": src_t, "W_T": w_t, "OUT_T": out_t, "GROUP_M": GROUP_M,
+    }  # fmt: skip
+    return launch.prepare(
+        device, kernels.convolution_image_implicit_gemm_kernel, (choice.programs, choice.split),
+        arguments, constants, num_warps=choice.tile.warps, num_stages=choice.tile.stages,
+    )  # fmt: skip
+
+
+def _filter_launch(problem: ConvolutionProblem, choice: Choice, device: Device) -> Kernel:
+    """backward_filter."""
+    geo, dtype = choice.geo, problem.x.dtype
+    numbers = _index_map(geo, forward=True)
+    numbers.add({"N": geo.images, "GROUPS": geo.groups, "SPLIT": choice.split})
+    unit = word(dtype.itemsize)
+    x_t = _image_operand(numbers, "x_", geo.x, "C", geo.channels, unit)
+    y_t = _image_operand(numbers, "y_", geo.y, "K", geo.filters, unit)
+    numbers.add(
+        {"w_g": geo.filters * geo.w.batch, "w_k": geo.w.batch, "w_c": geo.w.channel}
+        | per_axis("w_", geo.w.space),
+        geo.w.wide,
+    )
+    if geo.w.channel == 1:
+        numbers.fix({"w_c": 1})
+    for name in ("u_", "dil_", "jump_"):
+        for axis in "dhw":
+            del numbers.scalars[name + axis]
+    if geo.flat_depth:
+        numbers.fix(_no_depth(("OD", "ID", "TD", "mul_d"), 1))
+        numbers.fix(_no_depth(("off_d", "step_d", "x_d", "y_d", "w_d"), 0))
+    arguments: dict[str, launch.Argument] = {
+        "x_ptr": launch.Pointer(0, dtype),
+        "dy_ptr": launch.Pointer(1, dtype),
+        "dw_ptr": launch.Pointer(2, dtype, geo.w.first * dtype.itemsize),
+        "part_ptr": _part(problem, choice, 2),
+        **launch.factors(dtype),
+        **numbers.scalars,
+    }
+    constants = {
+        **choice.constants(dtype, residues=False),
+        **numbers.constants,
+        "WIDE": geo.pixels >= 2**31,
+        "X_T": x_t, "Y_T": y_t, "OUT_T": abs(geo.w.batch) < abs(geo.w.channel),
+    }  # fmt: skip
+    return launch.prepare(
+        device, kernels.convolution_filter_implicit_gemm_kernel, (choice.programs, choice.split),
+        arguments, constants, num_warps=choice.tile.warps, num_stages=choice.tile.stages,
+    )  # fmt: skip
+
+
+def _sum_launch(problem: ConvolutionProblem, choice: Choice, device: Device) -> Kernel:
+    """Add the parts into the output."""
+    out, dtype = problem.outputs[0].desc, problem.x.dtype
+    reverse = problem.direction == "backward_filter" and problem.conv.mode == "convolution"
+    strides = (
+        choice.geo.w
+        if problem.direction == "backward_filter"
+        else (choice.geo.y if problem.direction == "forward" else choice.geo.x)
+    )
+    d, h, w = (1,) * (5 - out.rank) + out.dims[2:]
+    numbers = Numbers({}, {})
+    numbers.add({"SPLIT": choice.split, "D": d, "H": h, "W": w, "C": out.dims[1]})
+    numbers.add({"TOTAL": out.size}, wide=True)
+    numbers.add(
+        {"o_n": strides.batch, "o_c": strides.channel} | per_axis("o_", strides.space), wide=True
+    )
+    act, last = problem.epilogue.activation, len(problem.operands) - 1
+    arguments: dict[str, launch.Argument] = {
+        "part_ptr": launch.Scratch(dtype.accumulator),
+        "out_ptr": launch.Pointer(last, dtype, strides.first * dtype.itemsize if reverse else 0),
+        "bias_ptr": launch.Pointer(2 if problem.epilogue.bias else last, dtype),
+        **launch.factors(dtype),
+        **_coefficients(act, dtype),
+        **numbers.scalars,
+    }
+    constants = {
+        "BIAS": problem.epilogue.bias,
+        "ACTIVATION": act.kind if act is not None else "none",
+        "BLOCK": SUM_BLOCK,
+    }
+    return launch.prepare(
+        device, kernels.convolution_sum_parts_kernel, (-(-out.size // SUM_BLOCK),),
+        arguments, constants, num_warps=4,
+    )  # fmt: skip
+
+
+def _part(problem: ConvolutionProblem, choice: Choice, unused: int) -> launch.Argument:
+    """Where parts go; some operand stands in where there are none."""
+    if choice.split > 1:
+        return launch.Scratch(problem.x.dtype.accumulator)
+    return launch.Pointer(unused, problem.x.dtype)
+
+
+def _coefficients(act: Any, dtype: DType) -> dict[str, launch.Argument]:
+    kind = launch.compile.ELEMENT[dtype.accumulator]
+    a, b = (act.alpha, act.beta) if act is not None else (0.0, 0.0)
+    return {"act_a": launch.Scalar(a, kind), "act_b": launch.Scalar(b, kind)}
+
+
+def _no_depth(names: tuple[str, ...], value: int) -> dict[str, int]:
+    return dict.fromkeys(names, value)
+
+
+def _index_map(geo: Geometry, forward: bool) -> Numbers:
+    """Sizes and the affine map from an output pixel and a tap to the pixel that is read."""
+
+    def each(value: Any) -> tuple[int, int, int]:
+        d, h, w = (value(axis) for axis in geo.axes)
+        return d, h, w
+
+    def divisor(axis: Axis) -> int:
+        return math.gcd(axis.dil, axis.u)
+
+    numbers = Numbers({}, {})
+    target, source = (each(lambda a: a.out), each(lambda a: a.size))
+    if not forward:
+        target, source = source, target
+    for letter, values in (("O", target), ("I", source), ("T", each(lambda a: a.taps))):
+        numbers.add({letter + axis: v for axis, v in zip("DHW", values)})
+    if forward:
+        maps = {
+            "mul_": each(lambda a: a.u), "off_": each(lambda a: -a.pad),
+            "step_": each(lambda a: a.dil), "jump_": (1, 1, 1),
+        }  # fmt: skip
+    else:
+        maps = {
+            "mul_": (1, 1, 1), "off_": each(lambda a: a.pad),
+            "step_": each(lambda a: -a.dil // divisor(a)),
+            "jump_": each(lambda a: a.u // divisor(a)),
+        }  # fmt: skip
+    maps |= {"u_": each(lambda a: a.u), "dil_": each(lambda a: a.dil)}
+    for prefix, values in maps.items():
+        numbers.add(per_axis(prefix, values))
+    return numbers
+
+
+def _image_operand(
+    numbers: Numbers, prefix: str, t: Strides, name: str, channels: int, unit: int
+) -> bool:
+    """Strides of an image and its channels a group. True if it is read with pixels innermost."""
+    contiguous = t.channel == 1
+    wide_words = contiguous and all_divisible((t.batch, *t.space, channels), unit)
+    divisor = unit if wide_words else 1
+    numbers.add({prefix + "n": t.batch} | per_axis(prefix, t.space), t.wide, divisor)
+    numbers.add({prefix + "c": t.channel}, t.wide)
+    if contiguous:
+        numbers.fix({prefix + "c": 1})
+    if name not in numbers.scalars or numbers.scalars[name].divisor == 1:
+        numbers.add({name: channels}, divisor=divisor)
+    return not contiguous and abs(t.space[2]) <= abs(t.channel)
+
+
+def _filter_operand(numbers: Numbers, geo: Geometry, forward: bool, unit: int) -> bool:
+    """Strides of w. True if it is read with the reduced channels innermost."""
+    w = geo.w
+    out, red = (w.batch, w.channel) if forward else (w.channel, w.batch)
+    values = {"w_g": geo.filters * w.batch, "w_o": out, "w_c": red} | per_axis("w_", w.space)
+    transposed = abs(red) < abs(out)
+    inner, inner_channels = (
+        ("w_c", geo.channels if forward else geo.filters)
+        if transposed
+        else ("w_o", geo.filters if forward else geo.channels)
+    )
+    others = tuple(v for k, v in values.items() if k != inner)
+    wide_words = values[inner] == 1 and all_divisible((*others, inner_channels), unit)
+    numbers.add(values, w.wide, unit if wide_words else 1)
+    if values[inner] == 1:
+        numbers.fix({inner: 1})
+    return transposed
