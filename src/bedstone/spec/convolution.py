@@ -316,10 +316,11 @@ class ConvolutionProblem(Problem):
         x, dy = self._grouped(self._padded(arrays["x"])), self._grouped(arrays["dy"])
         n, g, k = dy.shape[:3]
         dw = np.zeros((g, k, x.shape[2], *self.w.dims[2:]))
-        dy = dy.reshape(n, g, k, -1)
+        points = int(np.prod(dy.shape[3:]))
+        dy = dy.reshape(n, g, k, points)
         with np.errstate(all="ignore"):
             for tap, box in self.taps():
-                pixels = x[(..., *box)].reshape(n, g, x.shape[2], -1)
+                pixels = x[(..., *box)].reshape(n, g, x.shape[2], points)
                 dw[(..., *tap)] = np.einsum("ngkp,ngcp->gkc", dy, pixels, optimize=True)
         return {"dw": dw.reshape(self.w.dims)}
 
