@@ -1,4 +1,4 @@
-"""exp, expm1, log, log1p, tanh, sigmoid, erf and pow on vectors, float32 and float64.
+"""exp, expm1, log, log1p, tanh, sigmoid, erf, erfc and pow on vectors, float32 and float64.
 
 Each reduces its argument to a short interval, sums a Taylor series there (its length follows from
 the type, so there are no tables) and puts the result together again. Errors are a few units in
@@ -8,13 +8,15 @@ the last place; NaN, infinities, signed zeros and overflow come out as IEEE asks
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from llvmlite import ir
 
-from bedstone.backends.cpu.irtypes import F64, constant, mangled
+from bedstone.backends.cpu.irtypes import F64, I32, constant, mangled
 from bedstone.backends.cpu.values import Float, Int
 
 LOG2_E = 1.0 / math.log(2.0)
@@ -31,7 +33,9 @@ class Format:
     exp_terms: int  # the first term left out, at |r| = ln(2)/2, is below half a unit
     log_terms: int  # likewise at |s| = (sqrt(2)-1)/(sqrt(2)+1)
     erf_terms: int  # likewise at |x| = 1
+    log1p_terms: int  # likewise at s = 1/3
     erfc_degree: int
+    erfc_limit: float  # beyond it erfc is below the smallest normal number
     exp_range: tuple[float, float]  # outside: 0, infinity
     tanh_limit: float  # from here on tanh is 1
 
@@ -41,11 +45,15 @@ class Format:
         return 2.0 ** (1 - self.bias)
 
 
-SINGLE = Format(23, 127, 0.693359375, -2.12194440054690583e-4, 8, 5, 11, 11, (-104.0, 89.0), 10.0)
+SINGLE = Format(
+    23, 127, 0.693359375, -2.12194440054690583e-4,
+    8, 5, 11, 7, 9, 9.3, (-104.0, 89.0), 10.0,
+)  # fmt: skip
 DOUBLE = Format(
     52, 1023, 6.93147180369123816490e-01, 1.90821492927058770002e-10,
-    14, 11, 20, 24, (-746.0, 710.0), 20.0,
+    14, 11, 20, 16, 20, 26.5, (-746.0, 710.0), 20.0,
 )  # fmt: skip
+CURRENT_ROUNDING = 4  # the operand of AVX-512 intrinsics that asks for no rounding of its own
 
 
 def format_of(x: Float) -> Format:
@@ -69,7 +77,17 @@ def polynomial(x: Float, coefficients: Sequence[float]) -> Float:
 
 def clamp(x: Float, low: float, high: float) -> Float:
     """x limited to low...high; NaN stays."""
-    return x.k.fmin(x.k.fmax(x, low), high)
+    return at_most(at_least(x, low), high)
+
+
+def at_least(x: Float, bound: float) -> Float:
+    """max(x, bound) in one instruction; NaN stays."""
+    return x.k.select(x < bound, bound, x)
+
+
+def at_most(x: Float, bound: float) -> Float:
+    """min(x, bound) in one instruction; NaN stays."""
+    return x.k.select(x > bound, bound, x)
 
 
 def power_of_two(n: Int, x: Float) -> Float:
@@ -78,16 +96,46 @@ def power_of_two(n: Int, x: Float) -> Float:
     return x.k.float_from_bits((n + f.bias) << f.mantissa)
 
 
-def _reduce_exp(x: Float) -> tuple[Float, Int, Int]:
-    """(r, a, b) with x = r + (a + b) ln 2, |r| <= ln(2)/2; 2^a and 2^b are both in range."""
+def _reduce_exp(x: Float) -> tuple[Float, Float, Float]:
+    """(r, n, shifted): x = r + n ln 2, |r| <= ln(2)/2, and n in the low bits of `shifted`."""
     k, f = x.k, format_of(x)
-    shifter = 1.5 * 2.0**f.mantissa  # pushes the fraction out of the mantissa: rounds to nearest
+    shifter = _shifter(f)
     shifted = k.fma(x, LOG2_E, shifter)
     n = shifted - shifter
-    r = k.fma(n, -f.ln2_low, k.fma(n, -f.ln2_high, x))
-    exponent = shifted.bits() - constant_like(x, shifter).bits()
+    return k.fma(n, -f.ln2_low, k.fma(n, -f.ln2_high, x)), n, shifted
+
+
+def _shifter(f: Format) -> float:
+    """Added to a number it pushes the fraction out of the mantissa: rounds to nearest."""
+    return 1.5 * 2.0**f.mantissa
+
+
+def _halves(shifted: Float) -> tuple[Int, Int]:
+    """(a, b) with a + b = n: 2^a and 2^b are both in the normal range."""
+    shifter = constant_like(shifted, _shifter(format_of(shifted)))
+    exponent = shifted.bits() - shifter.bits()
     half = exponent.shift_right_signed(1)
-    return r, half, exponent - half
+    return half, exponent - half
+
+
+def _has_scale_instruction(x: Float) -> bool:
+    """AVX-512 multiplies by 2^n in one instruction."""
+    target = x.k.target
+    wide = x.lanes is not None and x.lanes * (8 if x.element == F64 else 4) == 64
+    return wide and target.has_masks and target.triple.startswith(("x86_64", "amd64"))
+
+
+def _scale(value: Float, n: Float, shifted: Float) -> Float:
+    """value * 2^n, gradual underflow and overflow included."""
+    k = value.k
+    if not _has_scale_instruction(value):
+        a, b = _halves(shifted)
+        return value * power_of_two(a, value) * power_of_two(b, value)
+    name = "pd" if value.element == F64 else "ps"
+    all_lanes = ir.Constant(ir.IntType(value.lanes), -1)
+    rounding = ir.Constant(I32, CURRENT_ROUNDING)
+    arguments = [value.ir, n.ir, value.ir, all_lanes, rounding]
+    return Float(k, k.external(f"llvm.x86.avx512.mask.scalef.{name}.512", value.type, *arguments))
 
 
 def _inverse_factorials(first: int, count: int) -> list[float]:
@@ -97,16 +145,15 @@ def _inverse_factorials(first: int, count: int) -> list[float]:
 def exp(x: Float) -> Float:
     """e^x, exact 0 and infinity outside the type's range, gradual underflow included."""
     f = format_of(x)
-    r, a, b = _reduce_exp(clamp(x, *f.exp_range))
-    return (
-        polynomial(r, _inverse_factorials(0, f.exp_terms)) * power_of_two(a, x) * power_of_two(b, x)
-    )
+    r, n, shifted = _reduce_exp(clamp(x, *f.exp_range))
+    return _scale(polynomial(r, _inverse_factorials(0, f.exp_terms)), n, shifted)
 
 
 def expm1(x: Float) -> Float:
     """e^x - 1 without cancellation near 0."""
     k, f = x.k, format_of(x)
-    r, a, b = _reduce_exp(clamp(x, -f.tanh_limit * 4, f.exp_range[1]))
+    r, _, shifted = _reduce_exp(clamp(x, -f.tanh_limit * 4, f.exp_range[1]))
+    a, b = _halves(shifted)
     q = polynomial(r, _inverse_factorials(1, f.exp_terms)) * r  # e^r - 1
     one_over_b = power_of_two(0 - b, x)
     scale = power_of_two(a, x)
@@ -143,8 +190,16 @@ def log1p(x: Float) -> Float:
     u = x + 1.0
     correction = (x - (u - 1.0)) / u
     special = u.eq(float("inf")) | (u <= 0.0)
-    result = k.select(special, log(u), log(u) + correction)
+    result = log(u) + k.select(special, 0.0, correction)
     return k.select(x.eq(0.0), x, result)
+
+
+def log1p_unit(x: Float) -> Float:
+    """log(1 + x) for 0 <= x <= 1, quicker: 2 artanh(x / (2 + x)) by its series."""
+    s = x / (x + 2.0)
+    z = s * s
+    count = format_of(x).log1p_terms
+    return s * polynomial(z, [2.0 / (2 * i + 1) for i in range(count)])
 
 
 def absolute(x: Float) -> Float:
@@ -179,39 +234,60 @@ def power(x: Float, y: float) -> Float:
 
 
 def erf(x: Float) -> Float:
-    """The error function: its Taylor series to |x| = 1, beyond it 1 - e^(-x^2) g(|x|)."""
-    k, f = x.k, format_of(x)
+    """The error function: its Taylor series to |x| = 1, beyond it 1 - erfc |x|."""
+    k = x.k
     a = absolute(x)
-    z = a * a
-    two_over_root_pi = 2.0 / math.sqrt(math.pi)
-    near = a * polynomial(
-        z,
-        [
-            two_over_root_pi * (-1) ** n / (math.factorial(n) * (2 * n + 1))
-            for n in range(f.erf_terms)
-        ],
-    )
-    b = clamp(a, 1.0, ERFC_LIMIT)
-    t = (b - ERFC_POLE) / (b + ERFC_POLE)
-    far = 1.0 - exp(-(b * b)) * polynomial(t, scaled_erfc_coefficients(f.erfc_degree))
-    result = k.select(a < 1.0, near, k.select(a.is_nan(), a, far))
-    return with_sign(result, x)
+    coefficients = [
+        2.0 / math.sqrt(math.pi) * (-1) ** n / (math.factorial(n) * (2 * n + 1))
+        for n in range(format_of(x).erf_terms)
+    ]
+    near = a * polynomial(a * a, coefficients)
+    return with_sign(k.select(a < 1.0, near, 1.0 - _erfc_of_magnitude(a)), x)
 
 
-ERFC_LIMIT = 6.0  # erfc(6) = 2e-17
-ERFC_POLE = 2.5  # maps 1...6 near the middle of the unit interval
+def erfc(x: Float) -> Float:
+    """1 - erf(x), relatively accurate where it is small."""
+    upper = _erfc_of_magnitude(absolute(x))
+    return x.k.select(x < 0.0, 2.0 - upper, upper)
 
 
-def scaled_erfc_coefficients(degree: int) -> list[float]:
-    """g(x) = e^(x^2) erfc(x) on [1, ERFC_LIMIT] as a polynomial in t = (x - p) / (x + p).
+def _erfc_of_magnitude(a: Float) -> Float:
+    """erfc(a) for a >= 0: e^(-a^2) g(t) / (a + ERFC_POLE), t = (a - pole) / (a + pole)."""
+    k = a.k
+    a = at_most(a, ERFC_ZERO)
+    inverse = 1.0 / (a + ERFC_POLE)
+    t = k.fma(inverse, -2.0 * ERFC_POLE, 1.0)
+    square = a * a
+    lost = k.fma(a, a, -square)  # what the square rounded off, where the target has fma
+    g = polynomial(t, scaled_erfc_coefficients(format_of(a)))
+    return exp(-square) * (1.0 - lost) * (g * inverse)
 
-    Interpolated at Chebyshev points from the C library's erfc.
-    """
-    low, high = ((b - ERFC_POLE) / (b + ERFC_POLE) for b in (1.0, ERFC_LIMIT))
+
+ERFC_POLE = 2.5  # maps 0...infinity on -1...1
+ERFC_ZERO = 30.0  # erfc underflows to 0 in both types
+ASYMPTOTIC_FROM = 3.0  # the continued fraction converges to the last bit
+ASYMPTOTIC_TERMS = 80
+
+
+def scaled_erfc(x: float) -> float:
+    """e^(x^2) erfc(x): from the C library, or for large x by its continued fraction."""
+    if x < ASYMPTOTIC_FROM:
+        return math.exp(x * x) * math.erfc(x)
+    fraction = x
+    for n in range(ASYMPTOTIC_TERMS, 0, -1):
+        fraction = x + n / 2 / fraction
+    return 1.0 / (math.sqrt(math.pi) * fraction)
+
+
+@functools.cache
+def scaled_erfc_coefficients(f: Format) -> tuple[float, ...]:
+    """e^(x^2) erfc(x) (x + pole) for 0 <= x <= f.erfc_limit as a polynomial in t, interpolated at
+    Chebyshev points. Relative error 2e-8 and 5e-15."""
+    high = (f.erfc_limit - ERFC_POLE) / (f.erfc_limit + ERFC_POLE)
 
     def g(t: np.ndarray) -> np.ndarray:
         x = ERFC_POLE * (1.0 + t) / (1.0 - t)
-        return np.array([math.exp(v * v) * math.erfc(v) for v in x])
+        return np.array([scaled_erfc(v) * (v + ERFC_POLE) for v in x])
 
-    series = np.polynomial.Chebyshev.interpolate(g, degree, domain=[low, high])
-    return [float(c) for c in series.convert(kind=np.polynomial.Polynomial).coef]
+    series = np.polynomial.Chebyshev.interpolate(g, f.erfc_degree, domain=[-1.0, high])
+    return tuple(float(c) for c in series.convert(kind=np.polynomial.Polynomial).coef)
