@@ -134,9 +134,10 @@ class Emitter:
         with k.entry(ENTRY, len(names)) as call:
             arrays = dict(zip(names, call.pointers))
             self.source = arrays.get("x", arrays.get("dy"))
+            self.dy = arrays.get("dy", 0)
             self.bias = arrays.get("bias", 0)
             self.out, self.call = call.pointers[-1], call
-            self.body(arrays["w"])
+            self.body(arrays.get("w", 0))
         return k
 
     def body(self, w: Any) -> None:
@@ -214,10 +215,7 @@ class ChannelsLast(Emitter):
         block = -(-height // blocks)
         blocks = -(-height // block)
         with k.parallel(s.batch * blocks, self.call.threads, self.zero_bytes(s)) as job:
-            lowest = min(0, *self._reach(s)) * s.columns.image
-            self.zeros = job.scratch - lowest
-            with k.loop(0, self.zero_bytes(s), s.lanes * s.item) as at:
-                k.store(k.constant(0.0, s.accumulator, s.lanes), job.scratch + at, s.dtype)
+            self.fill_zeros(job.scratch)
             with job.each_task() as task:
                 n, first = task // blocks, task % blocks * block
                 source = self.source + n * s.image[0]
@@ -242,6 +240,13 @@ class ChannelsLast(Emitter):
         pixels = (max(0, high) - min(0, low)) * abs(s.columns.image)
         vector = s.lanes * s.item
         return -(-(pixels + s.channels * s.item) // vector) * vector + vector
+
+    def fill_zeros(self, scratch: Any) -> None:
+        """`self.zeros`: the first pixel of a stretch of zeros in scratch."""
+        k, s = self.k, self.s
+        self.zeros = scratch - min(0, *self._reach(s)) * s.columns.image
+        with k.loop(0, self.zero_bytes(s), s.lanes * s.item) as at:
+            k.store(k.constant(0.0, s.accumulator, s.lanes), scratch + at, s.dtype)
 
     def _row(self, row: tuple[Any, ...], width: int) -> None:
         """One row of outputs of one phase: the tiles at its ends one by one, those between."""
@@ -350,20 +355,30 @@ class ChannelsFirst(Emitter):
         block = height if run > 1 else min(height, TASK_PIXELS // s.columns.axis.size)
         block = -(-block // self.count) * self.count
         blocks, runs = -(-height // block), -(-planes // run)
-        shifts = [c for _, taps in s.columns.residues for _, c in taps] or [0]
-        before = max(0, -min(shifts)) * s.item
-        reach = before + (max(0, max(shifts)) + s.columns.axis.step * s.lanes) * s.item
-        zero_bytes = -(-reach // (s.lanes * s.item)) * s.lanes * s.item
+        zero_bytes, before = self.zero_line()
         with k.parallel(runs * blocks, self.call.threads, zero_bytes) as job:
-            self.zeros = job.scratch + before
-            for offset in range(0, zero_bytes, s.lanes * s.item):
-                zero = k.constant(0.0, s.accumulator, s.lanes)
-                k.store(zero, job.scratch, s.dtype, offset=offset)
+            self.fill_zeros(job.scratch, zero_bytes, before)
             with job.each_task() as task:
                 first, start = task // blocks * run, task % blocks * block
                 stop = k.min(start + block, height)
                 with k.loop(first, k.min(first + run, planes)) as plane:
                     self._plane(w, plane // s.channels, plane % s.channels, start, stop)
+
+    def zero_line(self) -> tuple[int, int]:
+        """Bytes of zeros that stand in for a row of padding, and where its first pixel lies."""
+        s = self.s
+        shifts = [c for _, taps in s.columns.residues for _, c in taps] or [0]
+        before = max(0, -min(shifts)) * s.item
+        reach = before + (max(0, max(shifts)) + s.columns.axis.step * s.lanes) * s.item
+        return -(-reach // (s.lanes * s.item)) * s.lanes * s.item, before
+
+    def fill_zeros(self, scratch: Any, zero_bytes: int, before: int) -> None:
+        """`self.zeros`: the first pixel of a line of zeros in scratch."""
+        k, s = self.k, self.s
+        self.zeros = scratch + before
+        for offset in range(0, zero_bytes, s.lanes * s.item):
+            zero = k.constant(0.0, s.accumulator, s.lanes)
+            k.store(zero, scratch, s.dtype, offset=offset)
 
     def _rows_in_flight(self, height: int) -> int:
         """Output rows computed together: as many sums as hide the latency, few left over."""
@@ -432,8 +447,9 @@ class ChannelsFirst(Emitter):
             inside = both(inside, q * axis.step + max(shifts) + s.lanes * axis.step <= axis.limit)
         return inside
 
-    def _masks(self, q: Any, group: Any) -> dict[int, Any]:
-        """Distance from the first output's column -> the lanes of a vector there that exist."""
+    def _masks(self, q: Any, group: Any, width: int | None = None) -> dict[int, Any]:
+        """Distance from the first output's column -> the lanes of a vector there that exist (and,
+        for a stride of 1, belong to one of `width` outputs)."""
         k, s = self.k, self.s
         step = s.columns.axis.step
         masks = {}
@@ -442,6 +458,8 @@ class ChannelsFirst(Emitter):
                 at = shift + part * s.lanes
                 position = k.iota(s.lanes) + k.splat(self._int(q * step + at), s.lanes)
                 masks[at] = (position >= 0) & (position < s.columns.axis.limit)
+                if width is not None and step == 1:
+                    masks[at] = both(k.first_lanes(width - q, s.lanes) or True, masks[at])
         return masks
 
     def _tile(
