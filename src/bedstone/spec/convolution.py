@@ -29,7 +29,7 @@ from bedstone.spec.problem import (
     parse_dims,
     parse_shape,
 )
-from bedstone.spec.tensor import CHANNELS_LAST, LOGICAL_ORDERS, TensorDesc, integer_tuple
+from bedstone.spec.tensor import LOGICAL_ORDERS, TensorDesc, integer_tuple
 
 DIRECTIONS = ("forward", "backward_data", "backward_filter", "backward_bias")
 MODES = ("cross_correlation", "convolution")
@@ -213,11 +213,7 @@ class ConvolutionProblem(Problem):
             raise InvalidDescriptor("y", self.y.dims, f"dims {expected} (from x, w and the conv)")
         if self.epilogue and self.direction != "forward":
             raise InvalidDescriptor("epilogue", self.epilogue, f"none in {self.direction}")
-        for operand in self.outputs:
-            if operand.desc.self_overlaps():
-                raise InvalidDescriptor(
-                    operand.name, operand.desc.strides, "an output whose elements do not overlap"
-                )
+        self.check_outputs()
 
     @property
     def bias(self) -> TensorDesc:
@@ -263,7 +259,8 @@ class ConvolutionProblem(Problem):
         out = super().reference(arrays, alpha, beta)
         if self.epilogue.bias:
             bias = as_float64(arrays["bias"]).reshape(1, -1, *(1,) * self.conv.axes)
-            out["y"] = out["y"] + bias
+            with np.errstate(all="ignore"):
+                out["y"] = out["y"] + bias
         if self.epilogue.activation is not None:
             out["y"] = self.epilogue.activation.apply(out["y"])
         return out
@@ -345,9 +342,7 @@ class ConvolutionProblem(Problem):
     @classmethod
     def from_fields(cls, direction: str, fields: Fields) -> ConvolutionProblem:
         x, w, conv = parse_convolution_shape(fields.shape, fields.get("mode", "cross_correlation"))
-        default = fields.get("layout", LOGICAL_ORDERS[len(x)])
-        if default.lower() in ("nchw", "nhwc"):  # the family name stands for every rank
-            default = (LOGICAL_ORDERS if default.lower() == "nchw" else CHANNELS_LAST)[len(x)]
+        default = fields.layout(len(x))
         dtype = fields.dtype()
         act = fields.options.get("activation")
         return cls(
@@ -383,8 +378,7 @@ class BiasGradientProblem(Problem):
             raise InvalidDescriptor(
                 "dbias", str(self.bias.dtype), f"the dtype of dy, {self.y.dtype}"
             )
-        if self.bias.self_overlaps():
-            raise InvalidDescriptor("dbias", self.bias.strides, "elements that do not overlap")
+        self.check_outputs()
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -448,61 +442,84 @@ def _collapsed(prefix: str, axes: str, values: list[str], default: str) -> str:
     return "".join(prefix + a + v for a, v in zip(axes, values))
 
 
+def windows_text(
+    window: tuple[int, ...],
+    padding: tuple[Pair, ...],
+    stride: tuple[int, ...],
+    dilation: tuple[int, ...],
+) -> str:
+    """The part of a shape word that describes a sliding window: [t] [r] s, then p(ad) u (stride)
+    l (dilation) per axis (suffix d, h, w; none when all axes agree)."""
+    axes = "dhw"[-len(window) :]
+    text = "".join(a + str(d) for a, d in zip("trs"[-len(window) :], window))
+    text += _collapsed("p", axes, [str(a) if a == b else f"{a}_{b}" for a, b in padding], "0")
+    text += _collapsed("u", axes, [str(v) for v in stride], "1")
+    return text + _collapsed("l", axes, [str(v) for v in dilation], "1")
+
+
+def image_text(x: tuple[int, ...]) -> str:
+    """The part of a shape word that describes images: n c [d] [h] w."""
+    return f"n{x[0]}c{x[1]}" + "".join(a + str(d) for a, d in zip("dhw"[2 - len(x) :], x[2:]))
+
+
 def shape_text(x: tuple[int, ...], w: tuple[int, ...], conv: ConvolutionDesc) -> str:
-    """The shape word of a problem line: n c [d] [h] w, k [t] [r] s, then p(ad) u (stride)
-    l (dilation) per axis (suffix d, h, w; none when all axes agree) and g(roups)."""
-    axes = "dhw"[-conv.axes :]
-    text = f"n{x[0]}c{x[1]}" + "".join(a + str(d) for a, d in zip(axes, x[2:]))
-    text += f"k{w[0]}" + "".join(a + str(d) for a, d in zip("trs"[-conv.axes :], w[2:]))
-    pads = [str(a) if a == b else f"{a}_{b}" for a, b in conv.padding]
-    text += _collapsed("p", axes, pads, "0")
-    text += _collapsed("u", axes, [str(v) for v in conv.stride], "1")
-    text += _collapsed("l", axes, [str(v) for v in conv.dilation], "1")
-    return text + (f"g{conv.groups}" if conv.groups != 1 else "")
+    """The shape word of a problem line: images, k, the filter's window and g(roups)."""
+    window = windows_text(w[2:], conv.padding, conv.stride, conv.dilation)
+    return f"{image_text(x)}k{w[0]}{window}" + (f"g{conv.groups}" if conv.groups != 1 else "")
 
 
-_AXIS_KEYS = {prefix + axis for prefix in "pul" for axis in ("", "d", "h", "w")}
-_SHAPE_KEYS = set("ncdhwktrsg") | _AXIS_KEYS
+WINDOW_KEYS = set("ncdhwtrs") | {prefix + axis for prefix in "pul" for axis in ("", *"dhw")}
 
 
-def parse_convolution_shape(
-    text: str, mode: str = "cross_correlation"
-) -> tuple[tuple[int, ...], tuple[int, ...], ConvolutionDesc]:
-    """(x dims, w dims, descriptor) of a shape word. h alone means h = w, r alone r = s, d and t
-    make it 3-D, w without h 1-D."""
-    found = parse_shape(text, _SHAPE_KEYS)
-    for key in "ck":
-        if key not in found:
-            raise InvalidDescriptor("problem", text, f"a number for {key!r}")
+@dataclass(frozen=True)
+class WindowShape:
+    """What the letters of a shape word say of images and of the window that slides over them."""
+
+    x: tuple[int, ...]
+    window: tuple[int, ...]
+    padding: tuple[Pair, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+
+def parse_windows(text: str, found: dict[str, str]) -> WindowShape:
+    """h alone means h = w, r alone r = s, d and t make it 3-D, w without h 1-D."""
+    if "c" not in found:
+        raise InvalidDescriptor("problem", text, "a number for 'c'")
     spatial = "dhw" if "d" in found else ("hw" if "h" in found else "w")
-    windows = "trs"[-len(spatial) :]
     sizes = []
-    for keys in (spatial, windows):
-        row = []
+    for keys in (spatial, "trs"[-len(spatial) :]):
+        row: list[int] = []
         for i, key in enumerate(keys):
             value = found.get(key, str(row[i - 1]) if i else None)
             if value is None:
                 raise InvalidDescriptor("problem", text, f"a number for {key!r}")
             row.append(int(value))
-        sizes.append(row)
+        sizes.append(tuple(row))
 
     def values(prefix: str, default: str) -> list[str]:
         return [found.get(prefix + a, found.get(prefix, default)) for a in spatial]
 
-    pads = []
-    for value in values("p", "0"):
-        low, _, high = value.partition("_")
-        pads.append((int(low), int(high or low)))
-    groups, channels = int(found.get("g", "1")), int(found["c"])
-    conv = ConvolutionDesc(
-        tuple(pads),
+    sides = [value.partition("_") for value in values("p", "0")]
+    return WindowShape(
+        (int(found.get("n", "1")), int(found["c"]), *sizes[0]),
+        sizes[1],
+        tuple((int(low), int(high or low)) for low, _, high in sides),
         tuple(int(v) for v in values("u", "1")),
         tuple(int(v) for v in values("l", "1")),
-        groups,
-        mode,
     )
-    x = (int(found.get("n", "1")), channels, *sizes[0])
-    return x, (int(found["k"]), channels // groups, *sizes[1]), conv
+
+
+def parse_convolution_shape(
+    text: str, mode: str = "cross_correlation"
+) -> tuple[tuple[int, ...], tuple[int, ...], ConvolutionDesc]:
+    """(x dims, w dims, descriptor) of a shape word."""
+    found = parse_shape(text, WINDOW_KEYS | {"k", "g"})
+    if "k" not in found:
+        raise InvalidDescriptor("problem", text, "a number for 'k'")
+    shape, groups = parse_windows(text, found), int(found.get("g", "1"))
+    conv = ConvolutionDesc(shape.padding, shape.stride, shape.dilation, groups, mode)
+    return shape.x, (int(found["k"]), shape.x[1] // max(groups, 1), *shape.window), conv
 
 
 def problem_from_fields(direction: str, fields: Fields) -> Problem:

@@ -19,7 +19,7 @@ import numpy as np
 
 from bedstone.spec.dtypes import DType
 from bedstone.spec.errors import InvalidDescriptor
-from bedstone.spec.tensor import TensorDesc
+from bedstone.spec.tensor import CHANNELS_LAST, LOGICAL_ORDERS, TensorDesc
 
 Array = np.ndarray[Any, Any]
 Arrays = Mapping[str, Array]
@@ -38,7 +38,8 @@ PRIMITIVES = {
 
 @dataclass(frozen=True)
 class Operand:
-    """One argument of a plan: its name, descriptor, and whether it is read ("in") or written."""
+    """One argument of a plan: its name, descriptor and role: "in" is read, "out" is written (and
+    read only when beta is not 0), "inout" is read and written whatever beta is."""
 
     name: str
     desc: TensorDesc
@@ -47,7 +48,7 @@ class Operand:
     @property
     def is_output(self) -> bool:
         """True if the plan writes this operand."""
-        return self.role == "out"
+        return self.role != "in"
 
 
 class Problem(ABC):
@@ -101,6 +102,19 @@ class Problem(ABC):
         return ()
 
     @property
+    def unblended(self) -> tuple[str, ...]:
+        """Names of outputs that alpha and beta leave alone (statistics)."""
+        return ()
+
+    def check_outputs(self) -> None:
+        """Raises InvalidDescriptor for an output whose elements share memory."""
+        for operand in self.outputs:
+            if operand.desc.self_overlaps():
+                raise InvalidDescriptor(
+                    operand.name, operand.desc.strides, "an output whose elements do not overlap"
+                )
+
+    @property
     def bytes(self) -> int:
         """Least memory traffic: each distinct element of each operand moved once."""
         total = 0
@@ -113,12 +127,13 @@ class Problem(ABC):
         """alpha * op(inputs) + beta * out in float64, one array an output.
 
         `arrays` maps operand names to arrays of the operand's dims (any dtype); outputs need be
-        there only when beta is not 0. Integer outputs (indices, masks) are not blended.
+        there only when beta is not 0. Integer outputs (indices, masks) and those that `unblended`
+        names are stored as computed.
         """
         computed = self.compute({k: as_float64(v) for k, v in arrays.items()})
         return {
             name: value
-            if value.dtype.kind in "iub"
+            if value.dtype.kind in "iub" or name in self.unblended
             else blend(value, alpha, beta, arrays.get(name) if beta else None)
             for name, value in computed.items()
         }
@@ -158,6 +173,13 @@ class Fields:
     def get(self, key: str, default: str) -> str:
         """The option's value, or the default."""
         return self.options.get(key, default)
+
+    def layout(self, rank: int) -> str | None:
+        """The memory order of tensors that do not name their own: layout=..., or the logical one.
+        NCHW and NHWC stand for their family at every rank."""
+        text = self.options.get("layout", "nchw")
+        family = {"nchw": LOGICAL_ORDERS, "nhwc": CHANNELS_LAST}.get(text.lower())
+        return family.get(rank) if family else text
 
     def dtype(self, default: str = "float32") -> DType:
         """The dtype named by a bare word or by dtype=..., or the default."""
