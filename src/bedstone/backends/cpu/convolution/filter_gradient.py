@@ -1,0 +1,368 @@
+"""Backward_filter of cpu:implicit_gemm: dw[o, (tap, i)] = sum over pixels of dy * patches.
+
+The sum runs over all pixels of the batch, in chunks. A task owns a block of dw and adds up chunk
+after chunk in its scratch: the patches of the block's taps and channels and the chunk of dy are
+packed there too. Where dw is too small to keep the threads busy, the pixels are also cut into
+slices, each with a dw of its own, added in order at the end. The cut depends on the problem alone,
+so results do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bedstone.backends.cpu.builder import F64, I64, KernelBuilder, itemsize
+from bedstone.backends.cpu.convolution.geometry import Geometry, geometry
+from bedstone.backends.cpu.convolution.image_product import (
+    DEPTH,
+    FEW_CHANNELS,
+    TASKS_WANTED,
+    even_pieces,
+)
+from bedstone.backends.cpu.convolution.patches import (
+    Chunk,
+    Taps,
+    pack_channel_lanes,
+    pack_pixel_lanes,
+    pixel_lanes,
+)
+from bedstone.backends.cpu.elementwise import transposed
+from bedstone.backends.cpu.kernel import ENTRY
+from bedstone.backends.cpu.microkernels import TILE, Tile, choose_shape, emit_tile
+from bedstone.backends.cpu.packing import (
+    Lanes,
+    Span,
+    joined,
+    load_strided,
+    place,
+    store_strided,
+)
+from bedstone.backends.cpu.target import MIB, Target
+from bedstone.backends.cpu.values import Float, Int, IntLike, Mask
+from bedstone.spec.convolution import ConvolutionProblem
+
+FINISH = "finish"
+BLOCK_ROWS = 256  # (tap, channel) pairs of a task's block of dw ...
+BLOCK_FILTERS = 256  # ... and its outer channels: patches, dy and sums fit a 1 MiB cache
+SLICE_BYTES_MAX = 2 * MIB  # for the sums of all slices
+VECTORS_AT_ONCE = 4  # of pixels, packed side by side
+PACK_FLOPS = 20.0  # of the peak rate, per packed element
+
+
+@dataclass(frozen=True)
+class Blocking:
+    """How a problem is cut. A block is tap_chunk taps by channel_chunk inner channels by
+    filter_chunk outer ones; its tiles are row_panels by column_panels."""
+
+    tile: Tile
+    lanes_are_pixels: bool
+    tap_chunk: int
+    tap_chunks: int
+    channel_chunk: int
+    channel_chunks: int
+    filter_chunk: int
+    filter_chunks: int
+    row_panels: int
+    column_panels: int
+    chunks: int
+    slices: int
+    chunks_per_slice: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of one group."""
+        return self.tap_chunks * self.channel_chunks * self.filter_chunks
+
+    @property
+    def sum_bytes(self) -> int:
+        return self.row_panels * self.column_panels * self.tile.c_bytes
+
+
+def blocking(g: Geometry, dtype: str, sum_dtype: str, target: Target) -> Blocking:
+    """Cut the problem for the target's registers and caches."""
+    item = itemsize(dtype)
+    lanes = target.vector_bytes // itemsize(sum_dtype)
+    pixel_contiguous = bool(g.axes) and g.axes[-1].image == item
+    lanes_are_pixels = pixel_contiguous or g.inner.tensor != item or g.inner.size < FEW_CHANNELS
+    channel_chunk, channel_chunks = even_pieces(g.inner.size, BLOCK_ROWS)
+    if not lanes_are_pixels:  # every tap's channels start a vector
+        channel_chunk = -(-channel_chunk // lanes) * lanes
+    tap_chunk, tap_chunks = even_pieces(g.taps, max(1, BLOCK_ROWS // channel_chunk))
+    filter_chunk, filter_chunks = even_pieces(g.outer.size, BLOCK_FILTERS)
+    rows, columns = tap_chunk * channel_chunk, filter_chunk
+    if not lanes_are_pixels:
+        rows, columns = columns, rows
+    height, vectors = choose_shape(target, sum_dtype, rows, columns)
+    tile = Tile(height, vectors, lanes, DEPTH, sum_dtype)
+    row_panels, column_panels = -(-rows // tile.rows), -(-columns // tile.columns)
+    chunks = max(1, -(-g.pixels // DEPTH))
+    blocks = tap_chunks * channel_chunks * filter_chunks * g.groups
+    most = SLICE_BYTES_MAX // (row_panels * column_panels * tile.c_bytes * blocks)
+    slices = max(1, min(-(-TASKS_WANTED // blocks), most, chunks))
+    chunks_per_slice, slices = even_pieces(chunks, -(-chunks // slices))
+    return Blocking(
+        tile, lanes_are_pixels, tap_chunk, tap_chunks, channel_chunk, channel_chunks,
+        filter_chunk, filter_chunks, row_panels, column_panels, chunks, slices, chunks_per_slice,
+    )  # fmt: skip
+
+
+def work(problem: ConvolutionProblem, target: Target) -> float:
+    """Flops of the peak rate that the kernel spends: products, padding of tiles, packing."""
+    g = geometry(problem)
+    plan = blocking(g, str(problem.x.dtype), str(problem.x.dtype.accumulator), target)
+    rows, columns = plan.row_panels * plan.tile.rows, plan.column_panels * plan.tile.columns
+    blocks = plan.blocks * g.groups
+    return float(blocks * g.pixels) * (2 * rows * columns + PACK_FLOPS * (rows + columns))
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of dw at run time: its taps and channels, its outer channels from `outer` on, and
+    the group's addresses."""
+
+    chunk: Chunk
+    outer: IntLike
+    outer_end: IntLike
+    image: IntLike
+    dy: IntLike
+    dw: IntLike
+
+
+class FilterGradient:
+    """Emits the kernel of backward_filter."""
+
+    def __init__(self, problem: ConvolutionProblem, target: Target) -> None:
+        self.k = KernelBuilder(target)
+        self.geometry = geometry(problem)
+        self.dtype = str(problem.x.dtype)
+        self.sum_dtype = str(problem.x.dtype.accumulator)
+        self.item = itemsize(self.dtype)
+        self.plan = blocking(self.geometry, self.dtype, self.sum_dtype, target)
+        self.taps = Taps(self.k, self.geometry)
+        self.dy_spans = joined([Span(axis.size, axis.out) for axis in self.geometry.axes])
+
+    def emit(self) -> KernelBuilder:
+        """The whole module."""
+        k, plan, g = self.k, self.plan, self.geometry
+        emit_tile(k, plan.tile)
+        self.emit_finish()
+        with k.entry(ENTRY, pointers=3) as call:
+            self.x, self.dy, self.dw = call.pointers
+            self.alpha, self.beta = call.alpha, call.beta
+            blocks = g.groups * plan.blocks
+            partial = k.scratch(blocks * plan.slices * plan.sum_bytes) if plan.slices > 1 else None
+            self._accumulate(call.threads, blocks, partial)
+            if partial is not None:
+                self._add_slices(call.threads, blocks, partial)
+        return k
+
+    def _block(self, number: IntLike) -> Block:
+        """The block of that number: filters innermost, then channels, taps, groups."""
+        k, plan, g = self.k, self.plan, self.geometry
+        outer, rest = number % plan.filter_chunks * plan.filter_chunk, number // plan.filter_chunks
+        i0 = rest % plan.channel_chunks * plan.channel_chunk
+        rest = rest // plan.channel_chunks
+        t0 = rest % plan.tap_chunks * plan.tap_chunk
+        group = rest // plan.tap_chunks
+        chunk = Chunk(
+            t0, k.min(t0 + plan.tap_chunk, g.taps), i0, k.min(i0 + plan.channel_chunk, g.inner.size)
+        )
+        end = k.min(outer + plan.filter_chunk, g.outer.size)
+        dy = self.dy + group * g.group_out + outer * g.outer.tensor
+        dw = self.dw + group * g.group_filter
+        return Block(chunk, outer, end, self.x + group * g.group_image, dy, dw)
+
+    # Phases ----------------------------------------------------------------------------------
+
+    def _accumulate(self, threads: Int, blocks: int, partial: Int | None) -> None:
+        """One task a block and slice of the pixels."""
+        k, plan, g, tile = self.k, self.plan, self.geometry, self.plan.tile
+        a_bytes, b_bytes = plan.row_panels * tile.a_bytes, plan.column_panels * tile.b_bytes
+        sums = plan.sum_bytes if partial is None else 0
+        with (
+            k.parallel(blocks * plan.slices, threads, a_bytes + b_bytes + sums) as job,
+            job.each_task() as task,
+        ):
+            block = self._block(task // plan.slices)
+            a, b = job.scratch, job.scratch + a_bytes
+            c = b + b_bytes if partial is None else partial + task * plan.sum_bytes
+            first = task % plan.slices * plan.chunks_per_slice
+            last = k.min(first + plan.chunks_per_slice, plan.chunks)
+            with k.loop(first, last) as number:
+                pixel = number * DEPTH
+                depth = k.min(g.pixels - pixel, DEPTH)
+                if plan.lanes_are_pixels:
+                    self._patch_rows(block, pixel, depth, a)
+                    self._dy_columns(block, pixel, depth, b)
+                else:
+                    self._dy_rows(block, pixel, depth, a)
+                    self._patch_columns(block, pixel, depth, b)
+                with k.loop(0, plan.column_panels) as j, k.loop(0, plan.row_panels) as i:
+                    at = c + (j * plan.row_panels + i) * tile.c_bytes
+                    k.call(
+                        TILE, a + i * tile.a_bytes, b + j * tile.b_bytes, at, depth, number - first
+                    )
+            if partial is None:
+                self._finish_block(block, c)
+
+    def _add_slices(self, threads: Int, blocks: int, partial: Int) -> None:
+        """One task a block: the slices' sums, in order, onto the first's."""
+        k, plan, tile = self.k, self.plan, self.plan.tile
+        step = tile.lanes * tile.item
+        with k.parallel(blocks, threads) as job, job.each_task() as task:
+            c = partial + task * (plan.slices * plan.sum_bytes)
+            with k.loop(0, plan.sum_bytes, step) as at:
+                total = k.variable(k.load(c + at, self.sum_dtype, tile.lanes))
+                with k.loop(1, plan.slices) as s:
+                    more = k.load(c + at + s * plan.sum_bytes, self.sum_dtype, tile.lanes)
+                    total.set(total.value + more)
+                k.store(total.value, c + at, self.sum_dtype)
+            self._finish_block(self._block(task), c)
+
+    def _finish_block(self, block: Block, c: IntLike) -> None:
+        k, plan, tile = self.k, self.plan, self.plan.tile
+        chunk = block.chunk
+        with k.loop(0, plan.column_panels) as j, k.loop(0, plan.row_panels) as i:
+            k.call(
+                FINISH, c + (j * plan.row_panels + i) * tile.c_bytes, block.dw,
+                i * tile.rows, j * tile.vectors, chunk.t0, chunk.t1, chunk.i0, chunk.i1,
+                block.outer, block.outer_end, self.alpha, self.beta,
+            )  # fmt: skip
+
+    # Packing ---------------------------------------------------------------------------------
+
+    def _patch_rows(self, block: Block, pixel: IntLike, depth: IntLike, a: IntLike) -> None:
+        """Rows (tap, channel), vectors along pixels."""
+        k, g, tile = self.k, self.geometry, self.plan.tile
+        width = VECTORS_AT_ONCE * tile.lanes
+        with k.loop(0, depth, width) as d:
+            vectors = [
+                pixel_lanes(
+                    k, g, pixel + d + j * tile.lanes, tile.lanes, g.pixels % width != 0, self.item
+                )
+                for j in range(VECTORS_AT_ONCE)
+            ]
+            pack_pixel_lanes(
+                k, self.taps, vectors, block.chunk, 0, block.image, a + d * tile.item,
+                tile.row_bytes, self.dtype, self.sum_dtype,
+            )  # fmt: skip
+
+    def _patch_columns(self, block: Block, pixel: IntLike, depth: IntLike, b: IntLike) -> None:
+        """Steps are pixels, vectors run along the channels of a tap."""
+        k, plan, tile = self.k, self.plan, self.plan.tile
+        with k.loop(0, depth) as d:
+            row = b + d * tile.step_bytes
+
+            def target(number: IntLike, row: Any = row) -> IntLike:
+                vector = number // tile.lanes
+                panel, j = vector // tile.vectors, vector % tile.vectors
+                return row + panel * tile.b_bytes + j * (tile.lanes * tile.item)
+
+            pack_channel_lanes(
+                k, self.taps, pixel + d, block.chunk, 0, block.image, target, tile.lanes,
+                self.dtype, self.sum_dtype, padded_channels=plan.channel_chunk,
+            )  # fmt: skip
+
+    def _dy_columns(self, block: Block, pixel: IntLike, depth: IntLike, b: IntLike) -> None:
+        """Steps are pixels, vectors run along outer channels."""
+        k, g, plan, tile = self.k, self.geometry, self.plan, self.plan.tile
+        channel, lanes = g.outer.tensor, tile.lanes
+        vectors = plan.column_panels * tile.vectors
+
+        def place_of(vector: IntLike, step: IntLike) -> IntLike:
+            panel, j = vector // tile.vectors, vector % tile.vectors
+            return b + panel * tile.b_bytes + step * tile.step_bytes + j * (lanes * tile.item)
+
+        def pixel_by_pixel(first: IntLike, last: IntLike) -> None:
+            with k.loop(first, last) as d:
+                offset, _ = place(k, pixel + d, self.dy_spans)
+                with k.loop(0, vectors) as v:
+                    mask = self._outer_mask(block, v)
+                    at = block.dy + offset + v * (lanes * channel)
+                    value = load_strided(k, at, channel, lanes, self.dtype, mask)
+                    k.store(value, place_of(v, d), self.sum_dtype)
+
+        if channel == self.item or self.dy_spans[-1].stride != self.item:
+            pixel_by_pixel(0, depth)
+            return
+        with k.loop(0, depth, lanes) as d:
+            pixels = Lanes(k, pixel + d, lanes, self.dy_spans, g.pixels, True, self.item)
+            with k.if_else(pixels.whole) as (whole, ragged):
+                with whole, k.loop(0, vectors) as v:
+                    rows = []
+                    for r in range(lanes):
+                        # Channels past the end read the last one again; nobody stores them.
+                        o = k.min(v * lanes + r, block.outer_end - block.outer - 1)
+                        rows.append(pixels.load_whole(block.dy + o * channel, self.dtype))
+                    for r, value in enumerate(transposed(k, rows)):
+                        k.store(value, place_of(v, d + r), self.sum_dtype)
+                with ragged:
+                    pixel_by_pixel(d, k.min(d + lanes, depth))
+
+    def _dy_rows(self, block: Block, pixel: IntLike, depth: IntLike, a: IntLike) -> None:
+        """Rows are outer channels, vectors run along pixels."""
+        k, g, tile = self.k, self.geometry, self.plan.tile
+        channel, lanes = g.outer.tensor, tile.lanes
+        count = block.outer_end - block.outer
+        with k.loop(0, depth, lanes) as d:
+            pixels = Lanes(k, pixel + d, lanes, self.dy_spans, g.pixels, True, self.item)
+
+            def one_by_one(pixels: Lanes = pixels, d: IntLike = d) -> None:
+                with k.loop(0, count) as o:
+                    value = pixels.load(block.dy + o * channel, self.dtype)
+                    k.store(value, a + o * tile.row_bytes + d * tile.item, self.sum_dtype)
+
+            one_by_one()
+
+    def _outer_mask(self, block: Block, vector: IntLike) -> Mask | None:
+        """Lanes of a vector of outer channels that exist in the block."""
+        lanes = self.plan.tile.lanes
+        if self.geometry.outer.size % (self.plan.column_panels * self.plan.tile.columns) == 0:
+            return None
+        return self.k.first_lanes(block.outer_end - block.outer - vector * lanes, lanes)
+
+    # Results ---------------------------------------------------------------------------------
+
+    def emit_finish(self) -> None:
+        """FINISH(sums, dw, first row, first vector, t0, t1, i0, i1, outer, outer_end, alpha,
+        beta): one tile of dw = alpha * sum + beta * dw."""
+        k, tile, g = self.k, self.plan.tile, self.geometry
+        with k.function(FINISH, *[I64] * 10, F64, F64) as arguments:
+            sums, dw, row, vector, t0, t1, i0, i1, outer, outer_end, alpha, beta = arguments
+            chunk = Chunk(t0, t1, i0, i1)
+            if self.plan.lanes_are_pixels:
+                count = k.min(chunk.depth - row, tile.rows)
+                step = g.outer.filter
+            else:
+                count = k.min(outer_end - outer - row, tile.rows)
+                step = g.inner.filter
+            with k.loop(0, count) as m:
+                for j in range(tile.vectors):
+                    if self.plan.lanes_are_pixels:
+                        tap, channel = (row + m) // chunk.channels, (row + m) % chunk.channels
+                        o = outer + (vector + j) * tile.lanes
+                        mask = k.iota(tile.lanes) < k.splat(outer_end - o, tile.lanes)
+                    else:
+                        per_tap = self.plan.channel_chunk // tile.lanes
+                        tap, channel = (vector + j) // per_tap, (vector + j) % per_tap * tile.lanes
+                        o = outer + row + m
+                        left = k.select(t0 + tap < t1, chunk.channels - channel, 0)
+                        mask = k.iota(tile.lanes) < k.splat(left, tile.lanes)
+                    at = dw + self.taps.tap(k.min(t0 + tap, t1 - 1)).filter
+                    at = at + (i0 + channel) * g.inner.filter + o * g.outer.filter
+                    value = k.load(
+                        sums + m * tile.step_bytes, self.sum_dtype, tile.lanes,
+                        offset=j * tile.lanes * tile.item,
+                    )  # fmt: skip
+                    self._store(value, alpha, beta, at, step, mask)
+
+    def _store(
+        self, value: Float, alpha: Float, beta: Float, at: IntLike, step: int, mask: Mask
+    ) -> None:
+        k, lanes = self.k, self.plan.tile.lanes
+        result = k.variable(value * k.cast(alpha, value))
+        with k.if_(beta.ne(0.0)):
+            old = load_strided(k, at, step, lanes, self.dtype, mask)
+            result.set(k.fma(old, k.cast(beta, value), result.value))
+        store_strided(k, result.value, at, step, self.dtype, mask)

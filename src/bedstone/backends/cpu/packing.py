@@ -1,0 +1,197 @@
+"""From tensors with any strides to the packed operands of the micro-kernel, and back.
+
+A matrix index such as "pixel" is a flattened run over axes of a tensor. `Lanes` says where
+consecutive numbers of such an index lie: as a few masked runs of neighbours where the finest axis
+is contiguous, else as offsets to gather from. It also knows the coordinates along axes whose
+bounds matter, so that padding is filled with real zeros and never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bedstone.backends.cpu.builder import KernelBuilder
+from bedstone.backends.cpu.irtypes import I32, I64, itemsize
+from bedstone.backends.cpu.values import Float, Int, IntLike, Mask, MaskLike
+
+MAX_RUNS = 4  # masked loads of more runs cost what a gather does
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Span:
+    """One axis of a flattened index: its size, its stride in bytes, and whether the coordinate
+    along it is wanted."""
+
+    size: int
+    stride: int
+    wanted: bool = False
+
+
+def joined(spans: Sequence[Span]) -> list[Span]:
+    """Neighbours that step alike made one; axes of one element dropped."""
+    found: list[Span] = []
+    for span in spans:
+        if span.size == 1 and not span.wanted:
+            continue
+        before = found[-1] if found else None
+        plain = before is not None and not before.wanted and not span.wanted
+        if plain and before.stride == span.size * span.stride:
+            found[-1] = Span(before.size * span.size, span.stride)
+            continue
+        found.append(span)
+    return found or [Span(1, 0)]
+
+
+def place(k: KernelBuilder, number: IntLike, spans: Sequence[Span]) -> tuple[IntLike, list[Any]]:
+    """(byte offset, coordinates along all spans) of one number of the flattened index."""
+    coordinates: list[IntLike] = []
+    for span in reversed(spans[1:]):
+        coordinates.append(number % span.size)
+        number = number // span.size
+    coordinates.append(number)
+    coordinates.reverse()
+    offset: IntLike = 0
+    for coordinate, span in zip(coordinates, spans):
+        offset = coordinate * span.stride + offset
+    return offset, coordinates
+
+
+class Lanes:
+    """`lanes` consecutive numbers of a flattened index from `first` on, as places in a tensor.
+
+    total   how many numbers the index has: lanes past it are outside
+    ragged  False if no lane is ever outside
+    item    bytes of an element
+    """
+
+    def __init__(
+        self,
+        k: KernelBuilder,
+        first: IntLike,
+        lanes: int,
+        spans: Sequence[Span],
+        total: int,
+        ragged: bool,
+        item: int,
+    ) -> None:
+        self.k, self.lanes, self.item = k, lanes, item
+        self.spans = list(spans)
+        self.first = first = first if isinstance(first, Int) else k.as_int(first)
+        self.inside = (k.iota(lanes) < total - first) if ragged else None
+        self.base, self.origin = place(k, first, self.spans)
+        self._spread()
+        inner = self.spans[-1]
+        runs = 1 if len(self.spans) == 1 else 1 + -(-(lanes - 1) // inner.size)
+        self.contiguous = inner.stride == item and runs <= MAX_RUNS
+        self.whole: MaskLike = self.contiguous and runs == 1
+        if self.contiguous:
+            self._make_runs(runs)
+            if runs > 1:
+                self.whole = self.origin[-1] + lanes <= inner.size
+            if ragged:
+                self.whole = (first + lanes <= total) & self.whole
+        else:
+            self._make_offsets()
+
+    def _spread(self) -> None:
+        """Coordinates of all lanes, counting up from the first one's and carrying over."""
+        k = self.k
+        carry = k.iota(self.lanes, I32)
+        self.coordinates: list[Int] = []
+        self.carries: list[Int] = []  # what an axis passes on to the next coarser one
+        for axis in range(len(self.spans) - 1, -1, -1):
+            start = k.splat(k.resize(k.as_int(self.origin[axis]), I32), self.lanes)
+            value = start + carry
+            if axis:
+                carry = value // self.spans[axis].size
+                value = value - carry * self.spans[axis].size
+                self.carries.append(carry)
+            self.coordinates.append(value)
+        self.coordinates.reverse()
+
+    def _make_runs(self, runs: int) -> None:
+        k, inner = self.k, self.spans[-1]
+        self.runs: list[tuple[IntLike, Mask | None]] = [(self.base, None)]
+        if runs > 1:
+            carry, row = self.carries[0], self.first // inner.size
+            self.runs = [(self.base, carry.eq(0))]
+            for j in range(1, runs):
+                offset, _ = place(k, row + j, self.spans[:-1])
+                before = j * inner.size - self.origin[-1]  # lanes of the earlier runs
+                self.runs.append((offset - before * self.item, carry.eq(j)))
+
+    def _make_offsets(self) -> None:
+        k = self.k
+        reach = sum(min(s.size, self.lanes) * abs(s.stride) for s in self.spans)
+        element = I32 if reach <= INT32_MAX else I64
+        total: Any = None
+        for value, start, span in zip(self.coordinates, self.origin, self.spans):
+            steps = k.resize(value - k.resize(k.as_int(start), I32), element)
+            part = steps * span.stride
+            total = part if total is None else total + part
+        self.offsets = total
+
+    def _mask(self, *masks: Mask | None) -> Mask | None:
+        found: Any = self.inside
+        for mask in masks:
+            if mask is not None:
+                found = mask if found is None else found & mask
+        return found
+
+    def load(self, address: IntLike, dtype: str, valid: Mask | None = None) -> Float:
+        """The lanes' elements, `address` being that of number 0; lanes left out read as 0."""
+        if not self.contiguous:
+            mask = self._mask(valid)
+            return self.k.gather(address + self.base, self.offsets, dtype, mask)
+        value: Any = None
+        for offset, run in self.runs:
+            mask = self._mask(run, valid)
+            value = self.k.load(address + offset, dtype, self.lanes, mask=mask, otherwise=value)
+        return value
+
+    def load_whole(self, address: IntLike, dtype: str) -> Float:
+        """As `load`, where `whole` holds."""
+        return self.k.load(address + self.base, dtype, self.lanes)
+
+    def store(self, value: Float, address: IntLike, dtype: str, valid: Mask | None = None) -> None:
+        """Write the lanes that are inside and valid."""
+        if not self.contiguous:
+            mask = self._mask(valid)
+            self.k.scatter(value, address + self.base, self.offsets, dtype, mask)
+            return
+        for offset, run in self.runs:
+            self.k.store(value, address + offset, dtype, mask=self._mask(run, valid))
+
+    def store_whole(self, value: Float, address: IntLike, dtype: str) -> None:
+        """As `store`, where `whole` holds."""
+        self.k.store(value, address + self.base, dtype)
+
+
+def load_strided(
+    k: KernelBuilder, address: IntLike, stride: int, lanes: int, dtype: str, mask: Mask | None
+) -> Float:
+    """A vector of elements `stride` bytes apart."""
+    if stride == itemsize(dtype):
+        return k.load(address, dtype, lanes, mask=mask)
+    return k.gather(address, k.iota(lanes) * stride, dtype, mask)
+
+
+def store_strided(
+    k: KernelBuilder, value: Float, address: IntLike, stride: int, dtype: str, mask: Mask | None
+) -> None:
+    """Write a vector to elements `stride` bytes apart."""
+    if stride == itemsize(dtype):
+        k.store(value, address, dtype, mask=mask)
+    else:
+        k.scatter(value, address, k.iota(value.lanes) * stride, dtype, mask)
+
+
+def fill_zero(k: KernelBuilder, address: IntLike, count: IntLike, dtype: str, lanes: int) -> None:
+    """`count` zeros at `address`."""
+    item = itemsize(dtype)
+    zero = k.constant(0.0, dtype, lanes)
+    with k.loop(0, count, lanes) as i:
+        k.store(zero, address + i * item, dtype, mask=k.first_lanes(count - i, lanes))
