@@ -37,6 +37,7 @@ from bedstone.spec.problem import (
     Fields,
     Operand,
     Problem,
+    check_same_data,
     desc_option,
     parse_dims,
     parse_shape,
@@ -276,16 +277,6 @@ def spread_average(
     return dx
 
 
-def check_data(problem: Problem, x: TensorDesc, others: dict[str, TensorDesc]) -> None:
-    """Raises InvalidDescriptor unless all are of x's floating dtype."""
-    if not x.dtype.is_floating:
-        raise InvalidDescriptor("x", str(x.dtype), "a floating-point dtype")
-    for name, desc in others.items():
-        if desc.dtype is not x.dtype:
-            raise InvalidDescriptor(name, str(desc.dtype), f"the dtype of x, {x.dtype}")
-    problem.check_outputs()
-
-
 @dataclass(frozen=True)
 class PoolingProblem(Problem):
     """One pooling call. x and y describe the image- and the output-shaped tensor in both
@@ -317,14 +308,14 @@ class PoolingProblem(Problem):
         if self.saved is None or not self.finds_maxima:
             object.__setattr__(self, "saved", self.x)
         self.pool.check_output(self.x.dims, self.y.dims)
-        if self.saved.dims != self.x.dims:
-            raise InvalidDescriptor("saved", self.saved.dims, f"the dims of x, {self.x.dims}")
         if self.indices is not None:
             if self.pool.mode != "max":
                 raise InvalidDescriptor("indices", str(self.indices), f"None for {self.pool.mode}")
             if self.indices.dims != self.y.dims or self.indices.dtype is not DType.int64:
                 raise InvalidDescriptor("indices", str(self.indices), f"int64, dims {self.y.dims}")
-        check_data(self, self.x, {"y": self.y, "saved": self.saved})
+        check_same_data(self.x, {"y": self.y}, dims=False)
+        check_same_data(self.x, {"saved": self.saved})
+        self.check_outputs()
 
     @property
     def finds_maxima(self) -> bool:
@@ -444,7 +435,8 @@ class AdaptivePoolingProblem(Problem):
         for name, desc in (("x", self.x), ("y", self.y)):
             if any(d < 1 for d in desc.dims[2:]):
                 raise InvalidDescriptor(name, desc.dims, "1 or more on every spatial axis")
-        check_data(self, self.x, {"y": self.y})
+        check_same_data(self.x, {"y": self.y}, dims=False)
+        self.check_outputs()
 
     @property
     def operands(self) -> tuple[Operand, ...]:

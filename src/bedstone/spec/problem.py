@@ -118,9 +118,10 @@ class Problem(ABC):
     def bytes(self) -> int:
         """Least memory traffic: each distinct element of each operand moved once."""
         total = 0
-        for operand in self.operands:
+        for operand in self.operands:  # (an "inout" one is moved twice)
             low, high = operand.desc.offset_range()
-            total += min(operand.desc.size, high - low + 1) * operand.desc.dtype.itemsize
+            moved = min(operand.desc.size, high - low + 1) * operand.desc.dtype.itemsize
+            total += 2 * moved if operand.role == "inout" else moved
         return total
 
     def reference(self, arrays: Arrays, alpha: float = 1.0, beta: float = 0.0) -> dict[str, Array]:
@@ -130,7 +131,8 @@ class Problem(ABC):
         there only when beta is not 0. Integer outputs (indices, masks) and those that `unblended`
         names are stored as computed.
         """
-        computed = self.compute({k: as_float64(v) for k, v in arrays.items()})
+        with np.errstate(all="ignore"):  # NaN and infinities are data
+            computed = self.compute({k: as_float64(v) for k, v in arrays.items()})
         return {
             name: value
             if value.dtype.kind in "iub" or name in self.unblended
@@ -140,6 +142,18 @@ class Problem(ABC):
 
     def __str__(self) -> str:
         return f"{self.primitive} {self.direction} {self.fields()}"
+
+
+def check_same_data(x: TensorDesc, others: Mapping[str, TensorDesc], dims: bool = True) -> None:
+    """Raises InvalidDescriptor unless x is of a floating dtype and all others are of the same,
+    and of the same dims unless `dims` is False."""
+    if not x.dtype.is_floating:
+        raise InvalidDescriptor("x", str(x.dtype), "a floating-point dtype")
+    for name, desc in others.items():
+        if desc.dtype is not x.dtype:
+            raise InvalidDescriptor(name, str(desc.dtype), f"the dtype of x, {x.dtype}")
+        if dims and desc.dims != x.dims:
+            raise InvalidDescriptor(name, desc.dims, f"the dims of x, {x.dims}")
 
 
 def as_float64(array: Array) -> Array:
