@@ -28,6 +28,9 @@ class Algorithm(ABC):
 
     name: ClassVar[str]  # backend first, then the field's words: "cpu:implicit_gemm"
     deterministic: ClassVar[bool] = True
+    # False if sums of products of small integers may come out rounded, as they do where an
+    # algorithm interpolates at points that are no powers of two, or transforms to frequencies.
+    exact: ClassVar[bool] = True
 
     @abstractmethod
     def supports(self, problem: Problem, device: Device) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from bedstone.spec.problem import Operand, Problem
 from bedstone.spec.tensor import TensorDesc
 
 # Work that np.shares_memory may spend on deciding whether two strided tensors overlap.
-OVERLAP_WORK = 100_000
+OVERLAP_WORK: Any = 100_000  # (NumPy's annotation knows only its two special values)
 
 
 class Plan:

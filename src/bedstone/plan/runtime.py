@@ -81,7 +81,7 @@ def runtime_of(kind: str) -> Runtime:
     reasons = {}
     for name in registry.backends():
         if kind in registry.device_kinds(name):
-            runtime = registry.backend_attribute(name, "RUNTIME")
+            runtime: Any = registry.backend_attribute(name, "RUNTIME")
             reason = registry.backend_missing(name)
             if runtime is not None and reason is None:
                 return runtime  # type: ignore[no-any-return]

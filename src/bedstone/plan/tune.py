@@ -66,7 +66,8 @@ def _measure(
 ) -> list[Measurement]:
     runtime = runtime_of(device.kind)
     trial = Trial(problem, runtime)
-    rows, expected = [], None
+    rows: list[Measurement] = []
+    expected: list[np.ndarray[Any, Any]] | None = None
     for algorithm in algorithms:
         needed = algorithm.workspace(problem, device)
         if algorithm.backend == "reference" and rows and problem.flops > SLOW_REFERENCE_FLOPS:

@@ -111,7 +111,8 @@ def parse_desc(text: str) -> ActivationDesc:
 
 def _sigmoid(x: Array, *_: float) -> Array:
     e = np.exp(-np.abs(x))
-    return np.where(x >= 0, 1 / (1 + e), np.where(np.isnan(x), x, e / (1 + e)))
+    y: Array = np.where(x >= 0, 1 / (1 + e), np.where(np.isnan(x), x, e / (1 + e)))
+    return y
 
 
 def _gelu_tanh_inner(x: Array) -> Array:
@@ -121,7 +122,8 @@ def _gelu_tanh_inner(x: Array) -> Array:
 def _gelu_tanh_derivative(x: Array, *_: float) -> Array:
     t = np.tanh(_gelu_tanh_inner(x))
     slope = GELU_SCALE * (1 + 3 * GELU_CUBIC * x * x)
-    return np.where(np.isinf(x), x > 0, 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * slope)
+    y: Array = np.where(np.isinf(x), x > 0, 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * slope)
+    return y
 
 
 def _silu_derivative(x: Array, *_: float) -> Array:
@@ -131,7 +133,8 @@ def _silu_derivative(x: Array, *_: float) -> Array:
 
 def _gelu_derivative(x: Array, *_: float) -> Array:
     density = np.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
-    return np.where(np.isinf(x), x > 0, 0.5 * (1 + _erf(x / math.sqrt(2))) + x * density)
+    y: Array = np.where(np.isinf(x), x > 0, 0.5 * (1 + _erf(x / math.sqrt(2))) + x * density)
+    return y
 
 
 def _hard_swish_derivative(x: Array, a: float, b: float) -> Array:
@@ -173,7 +176,7 @@ _DERIVATIVE: dict[str, Any] = {  # of y, or of x for the kinds that need it
     "clip": lambda y, a, b: np.where((y > a) & (y < b), 1.0, 0.0) + _nan(y),
     "elu": lambda y, a, b: np.where(y > 0, 1.0, y + a),
     "sigmoid": lambda y, a, b: y * (1 - y),
-    "tanh": lambda y, a, b: 1 - y * y,
+    "tanh": lambda y, a, b: (1 - y) * (1 + y),  # 1 - y*y would lose digits as y nears 1
     "hard_sigmoid": lambda y, a, b: np.where((y > 0) & (y < 1), a, 0.0) + _nan(y),
     "hard_swish": _hard_swish_derivative,
     "silu": _silu_derivative,
@@ -203,7 +206,7 @@ class ActivationProblem(Problem):
     def __post_init__(self) -> None:
         if self.direction not in ("forward", "backward"):
             raise InvalidDescriptor("direction", self.direction, "'forward' or 'backward'")
-        if self.saved is None:
+        if self.saved is None or self.direction == "forward":  # forward saves nothing
             object.__setattr__(self, "saved", self.y)
         if self.saved.dims != self.y.dims or self.saved.dtype is not self.y.dtype:
             raise InvalidDescriptor("saved", str(self.saved), f"dims and dtype of dy, {self.y}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -265,8 +265,8 @@ class ConvolutionProblem(Problem):
             out["y"] = self.epilogue.activation.apply(out["y"])
         return out
 
-    def taps(self) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-        """Every filter tap with the slices of the padded image that it multiplies."""
+    def taps(self) -> Iterator[tuple[tuple[int, ...], Any]]:
+        """Every filter tap with the index of the padded image's pixels that it multiplies."""
         for tap in itertools.product(*(range(r) for r in self.w.dims[2:])):
             slices = []
             for t, r, p, u, step in zip(
@@ -274,7 +274,7 @@ class ConvolutionProblem(Problem):
             ):
                 first = (t if self.conv.mode == "cross_correlation" else r - 1 - t) * step
                 slices.append(slice(first, first + (p - 1) * u + 1, u))
-            yield tap, tuple(slices)
+            yield tap, (..., *slices)
 
     def _padded(self, image: Array) -> Array:
         return np.pad(image, ((0, 0), (0, 0), *self.conv.padding))
@@ -286,14 +286,16 @@ class ConvolutionProblem(Problem):
 
     def _grouped_filter(self, tap: tuple[int, ...], w: Array) -> Array:
         g = self.conv.groups
-        return w[(slice(None), slice(None), *tap)].reshape(g, w.shape[0] // g, w.shape[1])
+        index: Any = (slice(None), slice(None), *tap)
+        taps: Array = w[index].reshape(g, w.shape[0] // g, w.shape[1])
+        return taps
 
     def _forward(self, arrays: Arrays) -> dict[str, Array]:
         x, w = self._grouped(self._padded(arrays["x"])), arrays["w"]
         y = np.zeros(self._grouped(np.empty(self.y.dims)).shape)
         with np.errstate(all="ignore"):
             for tap, box in self.taps():
-                y += np.einsum("gkc,ngc...->ngk...", self._grouped_filter(tap, w), x[(..., *box)])
+                y += np.einsum("gkc,ngc...->ngk...", self._grouped_filter(tap, w), x[box])
         return {"y": y.reshape(self.y.dims)}
 
     def _backward_data(self, arrays: Arrays) -> dict[str, Array]:
@@ -303,11 +305,12 @@ class ConvolutionProblem(Problem):
         with np.errstate(all="ignore"):
             for tap, box in self.taps():
                 product = np.einsum("gkc,ngk...->ngc...", self._grouped_filter(tap, w), dy)
-                dx[(..., *box)] += product
-        inside = tuple(
-            slice(pad[0], pad[0] + h) for h, pad in zip(self.x.dims[2:], self.conv.padding)
+                dx[box] += product
+        inside: Any = (
+            ...,
+            *(slice(pad[0], pad[0] + h) for h, pad in zip(self.x.dims[2:], self.conv.padding)),
         )
-        return {"dx": dx.reshape(*self.x.dims[:2], *padded)[(..., *inside)]}
+        return {"dx": dx.reshape(*self.x.dims[:2], *padded)[inside]}
 
     def _backward_filter(self, arrays: Arrays) -> dict[str, Array]:
         x, dy = self._grouped(self._padded(arrays["x"])), self._grouped(arrays["dy"])
@@ -317,8 +320,9 @@ class ConvolutionProblem(Problem):
         dy = dy.reshape(n, g, k, points)
         with np.errstate(all="ignore"):
             for tap, box in self.taps():
-                pixels = x[(..., *box)].reshape(n, g, x.shape[2], points)
-                dw[(..., *tap)] = np.einsum("ngkp,ngcp->gkc", dy, pixels, optimize=True)
+                pixels = x[box].reshape(n, g, x.shape[2], points)
+                index: Any = (..., *tap)
+                dw[index] = np.einsum("ngkp,ngcp->gkc", dy, pixels, optimize=True)
         return {"dw": dw.reshape(self.w.dims)}
 
     def fields(self) -> str:
@@ -430,8 +434,10 @@ def convolution_problem(
     spatial...), all in one layout ("NCHW", "NHWC", ... or None for row-major)."""
     conv = ConvolutionDesc.of(len(x) - 2, padding, stride, dilation, groups, mode)
     y = conv.output_dims(tuple(x), tuple(w))
-    descs = [TensorDesc.packed(dims, dtype, layout) for dims in (x, w, y)]
-    return ConvolutionProblem(direction, *descs, conv, math, deterministic, epilogue or Epilogue())
+    xd, wd, yd = (TensorDesc.packed(dims, dtype, layout) for dims in (x, w, y))
+    return ConvolutionProblem(
+        direction, xd, wd, yd, conv, math, deterministic, epilogue or Epilogue()
+    )
 
 
 def _collapsed(prefix: str, axes: str, values: list[str], default: str) -> str:

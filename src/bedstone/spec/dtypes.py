@@ -55,9 +55,9 @@ class DType(str, Enum):
     @property
     def numpy(self) -> np.dtype[Any]:
         """The NumPy dtype; bfloat16 needs the package ml_dtypes."""
-        if self is DType.bfloat16:
-            return np.dtype(_ml_dtypes().bfloat16)
-        return np.dtype(self.value)
+        name: Any = _ml_dtypes().bfloat16 if self is DType.bfloat16 else self.value
+        found: np.dtype[Any] = np.dtype(name)
+        return found
 
     @classmethod
     def of(cls, dtype: object) -> DType:

@@ -29,7 +29,7 @@ CHANNELS_LAST = {2: "NC", 3: "NWC", 4: "NHWC", 5: "NDHWC"}
 def integer_tuple(argument: str, value: object, expected: str = "integers") -> tuple[int, ...]:
     """`value` as a tuple of Python ints; InvalidDescriptor when an item is no integer."""
     try:
-        items = tuple(value)  # type: ignore[arg-type]
+        items: tuple[Any, ...] = tuple(value)  # type: ignore[arg-type]
     except TypeError:
         raise InvalidDescriptor(argument, value, f"a sequence of {expected}") from None
     try:
