@@ -112,7 +112,10 @@ class SoftmaxProblem(Problem):
         with np.errstate(all="ignore"):
             if self.direction == "forward":
                 return {"y": self._forward(arrays["x"])}
-            return {"dx": self._backward(arrays["y"], arrays["dy"])}
+            y, dy = arrays["y"], arrays["dy"]
+            if self.algorithm == "log":
+                return {"dx": dy - np.exp(y) * dy.sum(axis=self.axes, keepdims=True)}
+            return {"dx": y * (dy - (y * dy).sum(axis=self.axes, keepdims=True))}
 
     def _forward(self, x: Array) -> Array:
         if self.algorithm != "fast":
@@ -121,11 +124,6 @@ class SoftmaxProblem(Problem):
         total = power.sum(axis=self.axes, keepdims=True)
         result: Array = x - np.log(total) if self.algorithm == "log" else power / total
         return result
-
-    def _backward(self, y: Array, dy: Array) -> Array:
-        if self.algorithm == "log":
-            return dy - np.exp(y) * dy.sum(axis=self.axes, keepdims=True)
-        return y * (dy - (y * dy).sum(axis=self.axes, keepdims=True))
 
     def fields(self) -> str:
         line = "x".join(map(str, self.x.dims)) + f" {self.x.dtype} algorithm={self.algorithm}"
