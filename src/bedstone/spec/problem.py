@@ -188,6 +188,26 @@ class Fields:
         """The option's value, or the default."""
         return self.options.get(key, default)
 
+    def number(self, key: str, default: float) -> float:
+        """The option as a float, or the default."""
+        text = self.options.get(key)
+        try:
+            return default if text is None else float(text)
+        except ValueError:
+            raise InvalidDescriptor(key, text, "a number") from None
+
+    def integer(self, key: str, default: int) -> int:
+        """The option as an integer, or the default."""
+        return self.integers(key, (default,))[0]
+
+    def integers(self, key: str, default: tuple[int, ...]) -> tuple[int, ...]:
+        """The option's integers, joined by commas, or the default."""
+        text = self.options.get(key)
+        try:
+            return default if text is None else tuple(int(word) for word in text.split(","))
+        except ValueError:
+            raise InvalidDescriptor(key, text, "integers joined by commas") from None
+
     def layout(self, rank: int) -> str | None:
         """The memory order of tensors that do not name their own: layout=..., or the logical one.
         NCHW and NHWC stand for their family at every rank."""

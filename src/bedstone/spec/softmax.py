@@ -137,16 +137,8 @@ class SoftmaxProblem(Problem):
         dims, dtype = parse_dims(fields.shape), fields.dtype()
         layout = fields.layout(len(dims))
         x, y, saved = (fields.desc(k, dims, dtype, layout) for k in ("x", "y", "saved"))
-        axes = parse_integers("axes", fields.get("axes", "1"))
+        axes = fields.integers("axes", (1,))
         return cls(direction, x, y, fields.get("algorithm", "accurate"), axes, saved)
-
-
-def parse_integers(argument: str, text: str) -> tuple[int, ...]:
-    """ "1,2" -> (1, 2)."""
-    try:
-        return tuple(int(a) for a in text.split(","))
-    except ValueError:
-        raise InvalidDescriptor(argument, text, "integers joined by commas") from None
 
 
 def problem_from_fields(direction: str, fields: Fields) -> SoftmaxProblem:
