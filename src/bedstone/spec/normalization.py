@@ -131,11 +131,11 @@ class NormalizationProblem(Problem):
     direction: in backward x is dx's descriptor and y is dy's. [Brackets] depend on the fields.
 
     training   by x's own mean and biased variance
-               x, [scale, [shift,]] y [, [mean,] inv_std] [, running_mean, running_var]
+               x, [scale,] [shift,] y [, [mean,] inv_std] [, running_mean, running_var]
     inference  (batch only) by given statistics
-               x, [scale, [shift,]] mean, variance, y
+               x, [scale,] [shift,] mean, variance, y
     backward   gradient of training
-               x, [scale,] [mean,] inv_std, dy, dx [, dscale [, dshift]]
+               x, [scale,] [mean,] inv_std, dy, dx [, dscale] [, dshift]
 
     parameters  dtype of scale, shift, their gradients, variance, the mean of inference and the
                 running statistics (default: the accumulator of x's); mean and inv_std that
@@ -238,14 +238,15 @@ class NormalizationProblem(Problem):
         return {o.name: found[o.name].reshape(o.desc.dims) for o in self.outputs}
 
     def _mean(self, view: Array) -> Array:
-        terms = max(self.reduction_length, 1)
-        return view.sum(axis=self.geometry.axes, keepdims=True) / terms
+        total: Array = view.sum(axis=self.geometry.axes, keepdims=True)
+        return total / max(self.reduction_length, 1)
 
     def _spread(self, name: str, arrays: Arrays, default: float) -> Array:
         """A parameter, broadcast to the view; the default where the problem has none."""
         if name not in arrays:
             return np.array(default)
-        return arrays[name].reshape(self.geometry.broadcast)
+        spread: Array = arrays[name].reshape(self.geometry.broadcast)
+        return spread
 
     def _apply(self, arrays: Arrays, mean: Array, inv_std: Array) -> Array:
         view = arrays["x"].reshape(self.geometry.view)
