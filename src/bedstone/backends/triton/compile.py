@@ -43,17 +43,17 @@ class CompileError(BedstoneError, RuntimeError):
 class Source:
     """One kernel to compile.
 
-    signature   argument name -> Triton's type ("*fp32", "i32", "tensordesc<...>"), in order, for
-                every argument that is not a constant
-    constants   argument name -> value baked in
-    divisors    argument name -> a number that divides its value (an address, or an integer)
+    signature   argument name -> Triton's type ("*fp32", "i32", "tensordesc<...>", a tuple of
+                these), for every argument that is not a constant
+    constants   argument name -> value baked in; (name, i) for element i of a tuple
+    divisors    argument name, or (name, i) -> a number that divides its value
     options     num_warps, num_stages, num_ctas, maxnreg, ...
     """
 
     function: Any
-    signature: Mapping[str, str]
-    constants: Mapping[str, Any]
-    divisors: Mapping[str, int] = field(default_factory=dict)
+    signature: Mapping[str, Any]
+    constants: Mapping[Any, Any]
+    divisors: Mapping[Any, int] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -69,13 +69,17 @@ class Source:
             self.name,
             hashlib.sha256(self.function.cache_key.encode()).hexdigest()[:24],
             ",".join(f"{k}:{v}" for k, v in self.signature.items()),
-            ",".join(f"{k}={_constant_text(v)}" for k, v in sorted(self.constants.items())),
-            ",".join(f"{k}%{v}" for k, v in sorted(self.divisors.items())),
+            ",".join(f"{k}={_constant_text(v)}" for k, v in _sorted(self.constants)),
+            ",".join(f"{k}%{v}" for k, v in _sorted(self.divisors)),
             ",".join(f"{k}={v}" for k, v in sorted(self.options.items())),
             architecture,
             f"triton {triton.__version__}",
         ]
         return " | ".join(words)
+
+
+def _sorted(values: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    return sorted(values.items(), key=lambda item: str(item[0]))
 
 
 def _constant_text(value: Any) -> str:
@@ -178,13 +182,19 @@ def _ast_source(source: Source) -> Any:
         name: "constexpr" if name in source.constants else source.signature[name]
         for name in function.arg_names
     }
+    names = function.arg_names
+
+    def path(key: Any) -> tuple[int, ...]:
+        return (names.index(key[0]), key[1]) if isinstance(key, tuple) else (names.index(key),)
+
     attributes = {
-        (function.arg_names.index(name),): [["tt.divisibility", divisor]]
-        for name, divisor in source.divisors.items()
-        if divisor > 1 and name not in source.constants
+        path(key): [["tt.divisibility", divisor]]
+        for key, divisor in source.divisors.items()
+        if divisor > 1 and key not in source.constants
     }
+    constants = {path(key): value for key, value in source.constants.items()}
     kind = GluonASTSource if getattr(function, "is_gluon", bool)() else ASTSource
-    return kind(fn=function, signature=signature, constexprs=source.constants, attrs=attributes)
+    return kind(fn=function, signature=signature, constexprs=constants, attrs=attributes)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor
@@ -43,6 +44,14 @@ class HostPointer:
     def data_ptr(self) -> int:
         """The address."""
         return self._address
+
+
+def _number(value: float, kind: str) -> Any:
+    """A scalar argument of its declared type: the interpreter would take floats as float32."""
+    if kind not in ("fp32", "fp64"):
+        return value
+    data = np.array([value], np.float32 if kind == "fp32" else np.float64)
+    return tl.tensor(interpreter.TensorHandle(data, tl.dtype(kind)), tl.dtype(kind))
 
 
 class _Grid(GridExecutor):
@@ -83,9 +92,11 @@ class InterpretedLaunch:
             elif isinstance(argument, launch.Scratch):
                 values[name] = HostPointer(workspace + argument.offset, argument.dtype)
             elif isinstance(argument, launch.Factor):
-                values[name] = float(alpha if argument.name == "alpha" else beta)
+                values[name] = _number(alpha if argument.name == "alpha" else beta, argument.type)
+            elif isinstance(argument, launch.Integers):
+                values[name] = argument.values
             elif isinstance(argument, launch.Scalar):
-                values[name] = argument.value
+                values[name] = _number(argument.value, argument.type)
             else:
                 raise NotImplementedError(f"{name}: the interpreter has no TMA maps")
         function = self._function

@@ -19,6 +19,7 @@ from bedstone.backends.triton import compile, driver, runtime
 from bedstone.plan import log
 from bedstone.plan.algorithm import Kernel
 from bedstone.plan.device import Device
+from bedstone.spec.activation import ActivationDesc
 from bedstone.spec.dtypes import DType
 
 ALIGNMENT = 16  # bytes: the widest load of a thread, and what TMA asks of a base address
@@ -53,6 +54,25 @@ class Scalar:
 
 
 @dataclass(frozen=True)
+class Integers:
+    """A tuple of integers (dims, strides). Zeros and ones are baked in, so that missing axes cost
+    nothing and the compiler sees unit strides; `divisor` divides all the others."""
+
+    values: tuple[int, ...]
+    type: str = "i32"
+    divisor: int = 1
+
+    def __post_init__(self) -> None:
+        if any(v not in (0, 1) and v % self.divisor for v in self.values):
+            raise ValueError(f"{self.divisor} does not divide all of {self.values}")
+
+    @property
+    def variable(self) -> tuple[int, ...]:
+        """Positions of the values that are passed at run time."""
+        return tuple(i for i, v in enumerate(self.values) if v not in (0, 1))
+
+
+@dataclass(frozen=True)
 class Factor:
     """alpha or beta of the call."""
 
@@ -68,6 +88,8 @@ class TensorMap:
     box            elements copied at once
     layout         Gluon's shared-memory layout of a box
     steps          element strides of the box (2 takes every other element)
+    seen           the box as the kernel declares it, where that is another shape of as many
+                   elements: one binary then serves boxes of every shape
     """
 
     operand: int | None
@@ -78,14 +100,15 @@ class TensorMap:
     layout: Any
     steps: tuple[int, ...] | None = None
     offset: int = 0
+    seen: tuple[int, ...] | None = None
 
     @property
     def type(self) -> str:
         """Triton's type of the argument."""
-        return f"tensordesc<{compile.ELEMENT[self.dtype]}{list(self.box)},{self.layout!r}>"
+        return f"tensordesc<{compile.ELEMENT[self.dtype]}{list(self.seen or self.box)},{self.layout!r}>"
 
 
-Argument = Pointer | Scratch | Scalar | Factor | TensorMap
+Argument = Pointer | Scratch | Scalar | Integers | Factor | TensorMap
 _STORAGE = {
     "i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float, "fp64": ctypes.c_double,
 }  # fmt: skip
@@ -97,6 +120,20 @@ def factors(dtype: DType) -> dict[str, Factor]:
     return {"alpha": Factor("alpha", kind), "beta": Factor("beta", kind)}
 
 
+def activation_arguments(activation: ActivationDesc | None, dtype: DType) -> dict[str, Scalar]:
+    """The coefficients `act_a` and `act_b` of pointwise.activate."""
+    kind = compile.ELEMENT[dtype.accumulator]
+    a, b = (activation.alpha, activation.beta) if activation is not None else (0.0, 0.0)
+    return {"act_a": Scalar(a, kind), "act_b": Scalar(b, kind)}
+
+
+def accumulator(dtype: DType) -> Any:
+    """Triton's type in which the dtype is summed, as a constant of kernels."""
+    import triton.language as tl
+
+    return tl.float64 if dtype is DType.float64 else tl.float32
+
+
 def source_of(
     function: Any,
     arguments: Mapping[str, Argument],
@@ -105,12 +142,20 @@ def source_of(
     aligned: bool = True,
 ) -> compile.Source:
     """What `prepare` compiles for these arguments."""
-    signature, divisors = {}, {}
+    signature: dict[str, Any] = {}
+    divisors: dict[Any, int] = {}
+    constants = dict(constants)
     for name, argument in arguments.items():
         if isinstance(argument, (Pointer, Scratch)):
             signature[name] = "*" + compile.ELEMENT[argument.dtype]
             offset_aligned = argument.offset % ALIGNMENT == 0
             divisors[name] = ALIGNMENT if aligned and offset_aligned else argument.dtype.itemsize
+        elif isinstance(argument, Integers):
+            variable = argument.variable
+            places = range(len(argument.values))
+            signature[name] = tuple(argument.type if i in variable else "constexpr" for i in places)
+            constants |= {(name, i): argument.values[i] for i in places if i not in variable}
+            divisors |= {(name, i): argument.divisor for i in variable}
         else:
             signature[name] = argument.type
             divisors[name] = getattr(argument, "divisor", 1)
@@ -226,6 +271,9 @@ class Launch:
                 addresses.append(address)
                 addresses += [self._cell(ctypes.c_int32(d)) for d in argument.dims]
                 addresses += [self._cell(ctypes.c_int64(s)) for s in argument.strides]
+            elif isinstance(argument, Integers):
+                kind = _STORAGE[argument.type]
+                addresses += [self._cell(kind(argument.values[i])) for i in argument.variable]
             elif isinstance(argument, Scalar):
                 addresses.append(self._cell(_STORAGE[argument.type](argument.value)))
             else:
@@ -320,8 +368,13 @@ def encode_map(argument: TensorMap, meta: Mapping[str, Any], address: int) -> No
     size = meta["elem_size"]
     dims = (ctypes.c_uint64 * rank)(*reversed(argument.dims))
     strides = (ctypes.c_uint64 * rank)(*(s * size for s in reversed(argument.strides[:-1])), 0)
-    box = (ctypes.c_uint32 * rank)(*reversed(meta["block_size"]))
-    steps = (ctypes.c_uint32 * rank)(*reversed(argument.steps or (1,) * rank))
+    steps = argument.steps or (1,) * rank
+    counts = (*argument.box[:-1], meta["block_size"][-1]) if argument.seen else meta["block_size"]
+    # The driver counts a box in elements passed over, not in elements taken.
+    box = (ctypes.c_uint32 * rank)(
+        *(n * step for n, step in zip(reversed(counts), reversed(steps)))
+    )
+    steps = (ctypes.c_uint32 * rank)(*reversed(steps))
     kind = _MAP_TYPES.get(meta["elem_type"], meta["elem_type"])
     no_interleave, promote_128_bytes, fill_zero = 0, 2, 0
     driver.check(

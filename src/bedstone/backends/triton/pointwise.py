@@ -82,6 +82,13 @@ def sigmoid(x):
 
 
 @triton.jit
+def sigmoid_slope(x):
+    """sigmoid(x) (1 - sigmoid(x)), without cancellation."""
+    e = exp(-tl.abs(x))
+    return e / ((1 + e) * (1 + e))
+
+
+@triton.jit
 def normal_cdf(x):
     """(1 + erf(x / sqrt 2)) / 2."""
     if x.dtype == tl.float64:
@@ -187,13 +194,12 @@ def derivative(s, KIND: tl.constexpr, a, b):
 def smooth_derivative(x, KIND: tl.constexpr):
     """Derivatives whose limits far out (0 and 1) must be spelt out."""
     if KIND == "silu":
-        s = sigmoid(x)
-        slope = s * (1 + x * (1 - s))
+        slope = sigmoid(x) + x * sigmoid_slope(x)
     elif KIND == "gelu":
         slope = normal_cdf(x) + x * exp(-0.5 * x * x) * INV_SQRT_2PI
     else:
         tl.static_assert(KIND == "gelu_tanh", "unknown kind of activation")
-        s = sigmoid(2 * SQRT_2_OVER_PI * (x + GELU_CUBIC * x * x * x))
+        z = 2 * SQRT_2_OVER_PI * (x + GELU_CUBIC * x * x * x)
         rise = SQRT_2_OVER_PI * (1 + 3 * GELU_CUBIC * x * x)
-        slope = s + 2 * x * s * (1 - s) * rise
+        slope = sigmoid(z) + 2 * x * sigmoid_slope(z) * rise
     return tl.where(tl.abs(x) > FAR, tl.where(x > 0, 1.0, 0.0), slope)

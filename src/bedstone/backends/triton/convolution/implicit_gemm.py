@@ -114,6 +114,9 @@ class ImplicitGemm(Algorithm):
             return "it computes convolutions and their gradients by data and filter"
         if runtime.interpreting() and problem.x.dtype is DType.bfloat16:
             return "Triton's interpreter multiplies no bfloat16 matrices"
+        kind, _ = product_kind(problem, device.architecture)
+        if kind not in tiles.chip_of(device.architecture).tables:
+            return f"Triton has no {problem.x.dtype} matrix products for {device.architecture}"
         choice = choose(problem, device.architecture, self.splits)
         if choice.programs > MAX_PROGRAMS:
             return f"needs {choice.programs} programs; a grid has at most {MAX_PROGRAMS}"
@@ -144,7 +147,7 @@ class ImplicitGemm(Algorithm):
             main = _image_launch(problem, choice, device)
         if choice.split == 1:
             return main
-        total = _sum_launch(problem, choice, device)
+        total = sum_launch(problem, choice.geo, choice.split, device)
         what = f"{getattr(main, 'description', '')}; {choice.split} parts added in order"
         return launch.Chain((main, total), what)
 
@@ -182,8 +185,6 @@ class Choice:
 
     def constants(self, dtype: DType, residues: bool) -> dict[str, Any]:
         """The constants that both matrix kernels take."""
-        import triton.language as tl
-
         tile = self.tile
         bk = min(tile.bk, FLAT_BK) if self.shape.flat and residues else tile.bk
         return {
@@ -191,7 +192,7 @@ class Choice:
             "PRECISION": self.precision,
             "PARTIAL": self.split > 1,
             "BM": tile.bm, "BN": tile.bn, "BK": bk,
-            "ACC": tl.float64 if dtype is DType.float64 else tl.float32,
+            "ACC": launch.accumulator(dtype),
         }  # fmt: skip
 
 
@@ -245,7 +246,7 @@ def _image_launch(problem: ConvolutionProblem, choice: Choice, device: Device) -
         "bias_ptr": launch.Pointer(2 if has_bias else last, dtype),
         "part_ptr": _part(problem, choice, last),
         **launch.factors(dtype),
-        **_coefficients(act, dtype),
+        **launch.activation_arguments(act, dtype),
         **numbers.scalars,
     }
     constants = {
@@ -304,18 +305,18 @@ def _filter_launch(problem: ConvolutionProblem, choice: Choice, device: Device) 
     )  # fmt: skip
 
 
-def _sum_launch(problem: ConvolutionProblem, choice: Choice, device: Device) -> Kernel:
+def sum_launch(problem: ConvolutionProblem, geo: Geometry, split: int, device: Device) -> Kernel:
     """Add the parts into the output."""
     out, dtype = problem.outputs[0].desc, problem.x.dtype
     reverse = problem.direction == "backward_filter" and problem.conv.mode == "convolution"
     strides = (
-        choice.geo.w
+        geo.w
         if problem.direction == "backward_filter"
-        else (choice.geo.y if problem.direction == "forward" else choice.geo.x)
+        else (geo.y if problem.direction == "forward" else geo.x)
     )
     d, h, w = (1,) * (5 - out.rank) + out.dims[2:]
     numbers = Numbers({}, {})
-    numbers.add({"SPLIT": choice.split, "D": d, "H": h, "W": w, "C": out.dims[1]})
+    numbers.add({"SPLIT": split, "D": d, "H": h, "W": w, "C": out.dims[1]})
     numbers.add({"TOTAL": out.size}, wide=True)
     numbers.add(
         {"o_n": strides.batch, "o_c": strides.channel} | per_axis("o_", strides.space), wide=True
@@ -326,7 +327,7 @@ def _sum_launch(problem: ConvolutionProblem, choice: Choice, device: Device) -> 
         "out_ptr": launch.Pointer(last, dtype, strides.first * dtype.itemsize if reverse else 0),
         "bias_ptr": launch.Pointer(2 if problem.epilogue.bias else last, dtype),
         **launch.factors(dtype),
-        **_coefficients(act, dtype),
+        **launch.activation_arguments(act, dtype),
         **numbers.scalars,
     }
     constants = {
@@ -345,12 +346,6 @@ def _part(problem: ConvolutionProblem, choice: Choice, unused: int) -> launch.Ar
     if choice.split > 1:
         return launch.Scratch(problem.x.dtype.accumulator)
     return launch.Pointer(unused, problem.x.dtype)
-
-
-def _coefficients(act: Any, dtype: DType) -> dict[str, launch.Argument]:
-    kind = launch.compile.ELEMENT[dtype.accumulator]
-    a, b = (act.alpha, act.beta) if act is not None else (0.0, 0.0)
-    return {"act_a": launch.Scalar(a, kind), "act_b": launch.Scalar(b, kind)}
 
 
 def _no_depth(names: tuple[str, ...], value: int) -> dict[str, int]:

@@ -108,9 +108,21 @@ AMPERE = Chip(
     },
 )  # fmt: skip
 
-BLACKWELL = Chip(148, 6.5e12, HOPPER.tables)
+# Not measured: Hopper's rows. float64 tiles keep below 64 rows: from there on Triton 3.6 tries the
+# new matrix unit, which has no float64, and aborts.
+BLACKWELL = Chip(
+    148,
+    6.5e12,
+    {
+        **HOPPER.tables,
+        "double": _rows(
+            (32, 64, 16, 4, 3, 20), (32, 32, 16, 2, 3, 15), (32, 16, 16, 2, 3, 8),
+        ),
+    },
+)  # fmt: skip
 
 # Compiled for, not measured: 64 KiB of shared memory, 64-wide waves, float32 on its own units.
+# Triton 3.6 does not lower float64 products here, so there are no rows for them.
 CDNA3 = Chip(
     304,
     4.0e12,
@@ -126,9 +138,6 @@ CDNA3 = Chip(
         "tf32": _rows(
             (128, 64, 32, 4, 2, 90), (64, 64, 32, 4, 2, 70), (32, 32, 32, 2, 2, 30),
             (32, 16, 32, 1, 2, 12),
-        ),
-        "double": _rows(
-            (64, 64, 16, 4, 2, 30), (32, 32, 16, 2, 2, 15), (32, 16, 16, 1, 2, 8),
         ),
     },
 )  # fmt: skip

@@ -1,0 +1,215 @@
+"""Kernels of depthwise convolution (one filter a channel), for NHWC, NCHW and any other strides.
+
+There is no matrix product here, only memory to move: a program walks down the rows of a strip and
+keeps R rolling sums (or R rows of dy) in registers, so each row is fetched once and not once a
+filter row. The strip is [BA, BB] elements, BB along the innermost axis of memory: columns x
+channels of an image when CHANNELS_LAST, else (image, channel) planes x columns.
+"""
+
+import triton
+import triton.language as tl
+
+from bedstone.backends.triton.pointwise import activate
+
+
+@triton.jit
+def strip(pid, C, W, N, CHANNELS_LAST: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr):
+    """(image, channel, column, inside) of a program's strip, shaped to broadcast to [BA, BB]."""
+    a = tl.arange(0, BA)[:, None]
+    b = tl.arange(0, BB)[None, :]
+    if CHANNELS_LAST:
+        blocks = tl.cdiv(C, BB)
+        channel = (pid % blocks) * BB + b
+        pid = pid // blocks
+        spans = tl.cdiv(W, BA)
+        column = (pid % spans) * BA + a
+        image = pid // spans
+        return image, channel, column, (channel < C) & (column < W)
+    else:
+        spans = tl.cdiv(W, BB)
+        column = (pid % spans) * BB + b
+        plane = (pid // spans) * BA + a
+        return plane // C, plane % C, column, (plane < N * C) & (column < W)
+
+
+@triton.jit
+def convolution_image_depthwise_kernel(
+    x_ptr, w_ptr, y_ptr, bias_ptr, alpha, beta, act_a, act_b,
+    N, C, H, W, P, Q, pad_h, pad_w, u_h, u_w, dil_h, dil_w,
+    x_n, x_c, x_h, x_w, w_k, w_h, w_w, y_n, y_c, y_h, y_w, ROWS,
+    R: tl.constexpr, S: tl.constexpr, UP_H: tl.constexpr, UP_W: tl.constexpr,
+    ROLL: tl.constexpr, CHANNELS_LAST: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, ACC: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
+    """y[n, c, p, q] = act(alpha sum_{r, s} w[c, r, s] x[n, c, h, w] + beta y + bias[c])
+
+    with h = (p u_h - pad_h + r dil_h) / UP_H where that is whole (backward_data of stride UP_H is
+    such a convolution with the filter mirrored), w likewise. One program computes ROWS rows of a
+    strip of y. Rows and columns outside x count as 0. ROLL (u_h = dil_h = UP_H = 1) keeps R sums.
+    """
+    # Which strip and rows
+    pid = tl.program_id(0)
+    parts = tl.cdiv(P, ROWS)
+    first = (pid % parts) * ROWS
+    last = tl.minimum(first + ROWS, P)
+    n, c, q, ok = strip(pid // parts, C, Q, N, CHANNELS_LAST, BA, BB)
+    ok &= n < N
+    x_ptr += n * x_n + c * x_c
+    y_ptr += n * y_n + c * y_c + q * y_w
+    w_ptr += c * w_k
+    column = q * u_w - pad_w
+    zero = tl.zeros((BA, BB), ACC)
+    bias = zero
+    if BIAS:
+        bias += tl.load(bias_ptr + c, mask=c < C, other=0.0).to(ACC)
+
+    if ROLL:
+        sums = (zero,) * R
+        for h in tl.range(first - pad_h, last - pad_h + R - 1):
+            row_ok = ok & (h >= 0) & (h < H)
+            for s in tl.static_range(S):
+                t = column + s * dil_w
+                inside = row_ok & (t >= 0) & (t < W * UP_W)
+                if UP_W > 1:
+                    inside = inside & (t % UP_W == 0)
+                    t = t // UP_W
+                v = tl.load(x_ptr + h * x_h + t * x_w, mask=inside, other=0.0).to(ACC)
+                added = ()
+                for r in tl.static_range(R):
+                    f = tl.load(w_ptr + (r * w_h + s * w_w), mask=c < C, other=0.0).to(ACC)
+                    added = added + (sums[r] + v * f,)
+                sums = added
+            # Row h is the last one of output row h + pad_h - (R - 1).
+            p = h + pad_h - (R - 1)
+            store_row(
+                y_ptr, sums[R - 1], bias, alpha, beta, act_a, act_b, p * y_h,
+                ok & (p >= first), ACTIVATION,
+            )  # fmt: skip
+            moved = (zero,)
+            for r in tl.static_range(R - 1):
+                moved = moved + (sums[r],)
+            sums = moved
+    else:
+        for p in tl.range(first, last):
+            acc = zero
+            for r in tl.static_range(R):
+                h = p * u_h - pad_h + r * dil_h
+                row_ok = ok & (h >= 0) & (h < H * UP_H)
+                if UP_H > 1:
+                    row_ok = row_ok & (h % UP_H == 0)
+                    h = h // UP_H
+                for s in tl.static_range(S):
+                    t = column + s * dil_w
+                    inside = row_ok & (t >= 0) & (t < W * UP_W)
+                    if UP_W > 1:
+                        inside = inside & (t % UP_W == 0)
+                        t = t // UP_W
+                    v = tl.load(x_ptr + h * x_h + t * x_w, mask=inside, other=0.0).to(ACC)
+                    f = tl.load(w_ptr + (r * w_h + s * w_w), mask=c < C, other=0.0).to(ACC)
+                    acc += v * f
+            store_row(
+                y_ptr, acc, bias, alpha, beta, act_a, act_b, p * y_h, ok, ACTIVATION
+            )  # fmt: skip
+
+
+@triton.jit
+def store_row(
+    y_ptr, acc, bias, alpha, beta, act_a, act_b, offs, mask, ACTIVATION: tl.constexpr
+):  # fmt: skip
+    """y = act(alpha * acc + beta * y + bias) where mask; y is read only if beta is not 0."""
+    acc *= alpha
+    if beta != 0:
+        acc += beta * tl.load(y_ptr + offs, mask=mask, other=0.0).to(acc.dtype)
+    acc = activate(acc + bias, ACTIVATION, act_a, act_b)
+    tl.store(y_ptr + offs, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def convolution_filter_depthwise_kernel(
+    x_ptr, dy_ptr, part_ptr,
+    N, C, H, W, P, Q, pad_h, pad_w, u_h, u_w, dil_h, dil_w,
+    x_n, x_c, x_h, x_w, y_n, y_c, y_h, y_w, ROWS, SPLIT,
+    R: tl.constexpr, S: tl.constexpr, ROLL: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+    ACC: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr,
+):  # fmt: skip
+    """part[split, c, r, s] = sum over the program's share of pixels of dy[n, c, p, q] x[n, c, h, w]
+
+    with h = p u_h - pad_h + r dil_h, w likewise. CHANNELS_LAST: a program takes BB channels and
+    walks BA columns at a time; else one channel, BA images at a time, BB columns. Its share: every
+    SPLIT-th of the pieces, a piece being ROWS rows of a strip. R * S sums of [BA, BB] stay in
+    registers until the end, where columns (and images) are added up. ROLL (u_h = dil_h = 1) keeps
+    R rows of dy, so that each row of x is read S times and not R * S.
+    """
+    pid = tl.program_id(0)
+    split = tl.program_id(1)
+    a = tl.arange(0, BA)[:, None]
+    b = tl.arange(0, BB)[None, :]
+    parts = tl.cdiv(P, ROWS)
+    if CHANNELS_LAST:
+        c = pid * BB + b
+        spans = tl.cdiv(Q, BA)
+        pieces = N * spans * parts
+    else:
+        c = pid + 0 * b
+        spans = tl.cdiv(Q, BB)
+        pieces = tl.cdiv(N, BA) * spans * parts
+    zero = tl.zeros((BA, BB), ACC)
+    sums = (zero,) * (R * S)
+    for piece in tl.range(split, pieces, SPLIT):
+        first = (piece % parts) * ROWS
+        last = tl.minimum(first + ROWS, P)
+        rest = piece // parts
+        if CHANNELS_LAST:
+            q = (rest % spans) * BA + a
+            n = rest // spans + 0 * a
+        else:
+            q = (rest % spans) * BB + b
+            n = (rest // spans) * BA + a
+        ok = (c < C) & (q < Q) & (n < N)
+        xs = x_ptr + (n * x_n + c * x_c)
+        ys = dy_ptr + (n * y_n + c * y_c + q * y_w)
+        column = q * u_w - pad_w
+        if ROLL:
+            rows = (zero,) * R
+            for h in tl.range(first - pad_h, last - pad_h + R - 1):
+                # Rows of dy that meet row h of x: rows[r] is p = h + pad_h - r.
+                p = h + pad_h
+                fresh = tl.load(ys + p * y_h, mask=ok & (p < last), other=0.0).to(ACC)
+                moved = (fresh,)
+                for r in tl.static_range(R - 1):
+                    moved = moved + (rows[r],)
+                rows = moved
+                row_ok = ok & (h >= 0) & (h < H)
+                added = ()
+                loaded = ()
+                for s in tl.static_range(S):
+                    t = column + s * dil_w
+                    inside = row_ok & (t >= 0) & (t < W)
+                    v = tl.load(xs + (h * x_h + t * x_w), mask=inside, other=0.0).to(ACC)
+                    loaded = loaded + (v,)
+                for r in tl.static_range(R):
+                    for s in tl.static_range(S):
+                        added = added + (sums[r * S + s] + rows[r] * loaded[s],)
+                sums = added
+        else:
+            for p in tl.range(first, last):
+                dy = tl.load(ys + p * y_h, mask=ok, other=0.0).to(ACC)
+                added = ()
+                for r in tl.static_range(R):
+                    h = p * u_h - pad_h + r * dil_h
+                    row_ok = ok & (h >= 0) & (h < H)
+                    for s in tl.static_range(S):
+                        t = column + s * dil_w
+                        inside = row_ok & (t >= 0) & (t < W)
+                        v = tl.load(xs + (h * x_h + t * x_w), mask=inside, other=0.0).to(ACC)
+                        added = added + (sums[r * S + s] + v * dy,)
+                sums = added
+    for tap in tl.static_range(R * S):
+        total = tl.sum(sums[tap], axis=0)
+        if CHANNELS_LAST:
+            k = pid * BB + tl.arange(0, BB)
+            offs = split.to(tl.int64) * C * (R * S) + k * (R * S) + tap
+            tl.store(part_ptr + offs, total, mask=k < C)
+        else:
+            offs = split.to(tl.int64) * C * (R * S) + pid * (R * S) + tap
+            tl.store(part_ptr + offs, tl.sum(total, axis=0))
