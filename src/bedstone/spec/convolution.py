@@ -29,7 +29,7 @@ from bedstone.spec.problem import (
     parse_dims,
     parse_shape,
 )
-from bedstone.spec.tensor import LOGICAL_ORDERS, TensorDesc, integer_tuple
+from bedstone.spec.tensor import INT64_MAX, LOGICAL_ORDERS, TensorDesc, integer_tuple
 
 DIRECTIONS = ("forward", "backward_data", "backward_filter", "backward_bias")
 MODES = ("cross_correlation", "convolution")
@@ -68,6 +68,12 @@ def padding_pairs(argument: str, value: object, axes: int) -> tuple[Pair, ...]:
             raise InvalidDescriptor(argument, value, f"{axes} (low, high) pairs, one an axis")
         return tuple((p[0], p[1]) for p in pairs)
     return tuple((p, p) for p in per_axis(argument, value, axes))
+
+
+def check_padded(x: tuple[int, ...], padding: tuple[Pair, ...]) -> None:
+    """Raises InvalidDescriptor where positions in the padded input do not fit 64 bits."""
+    if any(h + sum(pad) > INT64_MAX for h, pad in zip(x[2:], padding)):
+        raise InvalidDescriptor("padding", padding, f"a padded input (x is {x}) that fits 64 bits")
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,7 @@ class ConvolutionDesc:
             )
         if any(r < 1 for r in w[2:]):
             raise InvalidDescriptor("w", w, "a window of 1 or more on every axis")
+        check_padded(x, self.padding)
         sizes = []
         for h, r, pad, u, step in zip(x[2:], w[2:], self.padding, self.stride, self.dilation):
             if h + sum(pad) < (r - 1) * step + 1:

@@ -23,6 +23,7 @@ from bedstone.spec.convolution import (
     SPATIAL_RANKS,
     WINDOW_KEYS,
     Pair,
+    check_padded,
     image_text,
     padding_pairs,
     parse_windows,
@@ -162,6 +163,7 @@ class PoolingDesc:
             raise InvalidDescriptor("x", x, expected)
         if any(h < 1 for h in x[2:]):
             raise InvalidDescriptor("x", x, "1 or more on every spatial axis")
+        check_padded(x, self.padding)
 
     def check_output(self, x: tuple[int, ...], y: tuple[int, ...]) -> None:
         """Raises InvalidDescriptor unless y may be the pooled x."""

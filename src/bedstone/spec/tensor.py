@@ -27,15 +27,19 @@ CHANNELS_LAST = {2: "NC", 3: "NWC", 4: "NHWC", 5: "NDHWC"}
 
 
 def integer_tuple(argument: str, value: object, expected: str = "integers") -> tuple[int, ...]:
-    """`value` as a tuple of Python ints; InvalidDescriptor when an item is no integer."""
+    """`value` as a tuple of Python ints; InvalidDescriptor when an item is no integer, or one of
+    more than 64 bits."""
     try:
         items: tuple[Any, ...] = tuple(value)  # type: ignore[arg-type]
     except TypeError:
         raise InvalidDescriptor(argument, value, f"a sequence of {expected}") from None
     try:
-        return tuple(operator.index(item) for item in items)
+        numbers = tuple(operator.index(item) for item in items)
     except TypeError:
         raise InvalidDescriptor(argument, value, f"{expected}, not another type") from None
+    if any(abs(number) > INT64_MAX for number in numbers):
+        raise InvalidDescriptor(argument, value, f"{expected} that fit 64 bits")
+    return numbers
 
 
 @dataclass(frozen=True)

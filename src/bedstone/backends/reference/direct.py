@@ -27,7 +27,7 @@ def view(pointer: int, desc: TensorDesc) -> Array:
     low, high = desc.offset_range()
     nbytes = (high - low + 1) * dtype.itemsize
     memory = (ctypes.c_char * nbytes).from_address(pointer + low * dtype.itemsize)
-    origin = np.frombuffer(memory, dtype)[-low:]
+    origin = np.frombuffer(memoryview(memory), dtype)[-low:]
     strides = tuple(s * dtype.itemsize for s in desc.strides)
     return np.lib.stride_tricks.as_strided(origin, desc.dims, strides)
 
