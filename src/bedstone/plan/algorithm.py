@@ -31,6 +31,9 @@ class Algorithm(ABC):
     # False if sums of products of small integers may come out rounded, as they do where an
     # algorithm interpolates at points that are no powers of two, or transforms to frequencies.
     exact: ClassVar[bool] = True
+    # What rounding errors are relative to: "element", the sum of the sizes of that element's own
+    # terms; "tile", the largest such sum nearby (algorithms that transform tiles, as Winograd's).
+    error_scale: ClassVar[str] = "element"
 
     @abstractmethod
     def supports(self, problem: Problem, device: Device) -> str | None:

@@ -139,7 +139,8 @@ def _gelu_derivative(x: Array, *_: float) -> Array:
 
 def _hard_swish_derivative(x: Array, a: float, b: float) -> Array:
     inner = a * x + b
-    return np.where(inner <= 0, 0.0, np.where(inner >= 1, 1.0, 2 * a * x + b)) + 0 * _nan(x)
+    y: Array = np.where(inner <= 0, 0.0, np.where(inner >= 1, 1.0, 2 * a * x + b)) + _nan(x)
+    return y
 
 
 def _nan(x: Array) -> Array:

@@ -151,7 +151,8 @@ class Trial:
         case = self.case
         before = {n: a for n, a in self.arrays.items() if case.beta != 0.0 or not self._is_out(n)}
         expected = self.problem.reference(before, case.alpha, case.beta)
-        bounds = tolerances.bounds(self.problem, before, expected, case.alpha, case.beta)
+        scale = self.plan.choice.algorithm.error_scale
+        bounds = tolerances.bounds(self.problem, before, expected, case.alpha, case.beta, scale)
         for operand in self.problem.outputs:
             image = self.images[operand.name]
             got = elements_of(after[operand.name], operand.desc, image.before)

@@ -37,6 +37,8 @@ MATH_UNIT = {
     "ieee": 2.0**-24, "fast": 2.0**-21, "bf16x6": 2.0**-22, "bf16x3": 2.0**-16,
     "tf32": 2.0**-11, "bf16": 2.0**-8,
 }  # fmt: skip
+# Elements apart that a tile's transform can mix: F(4x4,3x3) reads 6 pixels a side, F(6x6) 8.
+TILE_REACH = 7
 # Sums larger than this share of the accumulator's largest number may overflow on the way,
 # depending on their order: such elements are not compared.
 OVERFLOW_SHARE = 0.125
@@ -74,19 +76,46 @@ def largest(dtype: DType) -> float:
 
 
 def bounds(
-    problem: Problem, arrays: Arrays, expected: Mapping[str, Array], alpha: float, beta: float
+    problem: Problem,
+    arrays: Arrays,
+    expected: Mapping[str, Array],
+    alpha: float,
+    beta: float,
+    scale: str = "element",
 ) -> Bounds:
     """Largest allowed |result - expected| of every floating output, in float64, element by
-    element. Infinite where the order of summation decides whether the sum overflows."""
+    element. Infinite where the order of summation decides whether the sum overflows.
+
+    `scale` is the algorithm's error_scale: for "tile", an element's terms are taken to be as
+    large as any within TILE_REACH of it.
+    """
     wide = {name: as_float64(array) for name, array in arrays.items()}
+    if scale == "tile":
+        wide = {name: largest_nearby(np.abs(array)) for name, array in wide.items()}
     computed = _COMPUTED.get(problem.primitive, _linear)
     with np.errstate(all="ignore"):
         found = computed(problem, wide, alpha, beta)
         for operand in problem.outputs:
             if operand.name in found:
-                want = np.abs(expected[operand.name])
-                found[operand.name] = _stored(found[operand.name], want, operand.desc.dtype)
+                error, want = found[operand.name], np.abs(expected[operand.name])
+                error = largest_nearby(error) if scale == "tile" else error
+                found[operand.name] = _stored(error, want, operand.desc.dtype)
     return found
+
+
+def largest_nearby(array: Array) -> Array:
+    """Every element replaced by the largest within TILE_REACH of it along the spatial axes."""
+    for axis in range(2, array.ndim):
+        source = array
+        for step in range(1, min(TILE_REACH + 1, array.shape[axis])):
+            low = [slice(None)] * array.ndim
+            high = [slice(None)] * array.ndim
+            low[axis], high[axis] = slice(None, -step), slice(step, None)
+            grown = array.copy()
+            grown[tuple(low)] = np.fmax(grown[tuple(low)], source[tuple(high)])
+            grown[tuple(high)] = np.fmax(grown[tuple(high)], source[tuple(low)])
+            array = grown
+    return array
 
 
 def _stored(error: Array, want: Array, dtype: DType) -> Array:

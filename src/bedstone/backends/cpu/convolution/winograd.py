@@ -383,9 +383,12 @@ class Emitter:
 class Winograd(Algorithm):
     """cpu:winograd_MxM_3x3."""
 
+    error_scale = "tile"
+
     def __init__(self, m: int) -> None:
         self.m = m
         self.name = f"cpu:winograd_{m}x{m}_3x3"  # type: ignore[misc]
+        self.exact = m == 2  # type: ignore[misc]  # the points of F(4x4) are no powers of two
 
     def supports(self, problem: Problem, device: Device) -> str | None:
         if not isinstance(problem, ConvolutionProblem) or problem.direction == "backward_filter":

@@ -120,8 +120,8 @@ class TileReader:
         k, g = self.k, self.g
         rows, columns = g.tiles
         inside_image = t % (rows * columns)
-        i0 = inside_image // columns * g.m - g.pad[0]
-        j0 = inside_image % columns * g.m - g.pad[1]
+        i0 = k.as_int(inside_image // columns * g.m - g.pad[0])
+        j0 = k.as_int(inside_image % columns * g.m - g.pad[1])
         sn, _, sh, sw = g.source.strides
         base = source + t // (rows * columns) * sn + i0 * sh + j0 * sw
         height, width = g.source.height, g.source.width
