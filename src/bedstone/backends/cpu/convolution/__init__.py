@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from bedstone.backends.cpu.convolution import winograd
 from bedstone.backends.cpu.convolution.bias_gradient import ReduceBias
+from bedstone.backends.cpu.convolution.depthwise import Depthwise
+from bedstone.backends.cpu.convolution.depthwise_filter import DepthwiseFilter
 from bedstone.backends.cpu.convolution.implicit_gemm import ImplicitGemm
+from bedstone.backends.cpu.convolution.winograd_filter import WinogradFilter
 
-ALGORITHMS = (*winograd.ALGORITHMS, ImplicitGemm(), ReduceBias())
+ALGORITHMS = (
+    *winograd.ALGORITHMS,
+    WinogradFilter(),
+    Depthwise(),
+    DepthwiseFilter(),
+    ImplicitGemm(),
+    ReduceBias(),
+)

@@ -41,7 +41,8 @@ from bedstone.spec.convolution import ConvolutionProblem
 from bedstone.spec.problem import Problem
 
 FILTER = 3
-POINTS = {2: (0, 1, -1), 4: (0, Fraction(5, 8), Fraction(-5, 8), Fraction(3, 2), Fraction(-3, 2))}
+# Interpolation points besides infinity, by patch edge m + 2.
+POINTS = {4: (0, 1, -1), 6: (0, Fraction(5, 8), Fraction(-5, 8), Fraction(3, 2), Fraction(-3, 2))}
 
 # Scratch: transformed patches of one task (per thread), transformed filters of a group (per call).
 PATCH_BYTES_MAX = 1024 * KIB
@@ -58,13 +59,13 @@ TASKS_PER_THREAD = 4  # fewer tasks than this leave threads idle at the end
 ODD_LINE = 64  # bytes added to strides that are powers of two, against cache-set conflicts
 
 
-def matrices(m: int) -> tuple[list[list[Fraction]], ...]:
-    """B^T, G and A^T of F(m, 3) by Cook-Toom on POINTS[m] and infinity, exact.
+def matrices(m: int, r: int = FILTER) -> tuple[list[list[Fraction]], ...]:
+    """B^T, G and A^T of F(m, r) by Cook-Toom on the points for m + r - 1 and infinity, exact.
 
     Rows of B^T are polynomials in the points, so that B^T d is short; G carries the divisions.
     """
-    points = [Fraction(p) for p in POINTS[m]]
-    size = m + FILTER - 1
+    size = m + r - 1
+    points = [Fraction(p) for p in POINTS[size]]
     at = [[p**i for p in points] + [Fraction(int(i == m - 1))] for i in range(m)]
     g, bt = [], []
     for j, p in enumerate(points):
@@ -72,9 +73,9 @@ def matrices(m: int) -> tuple[list[list[Fraction]], ...]:
         scale = Fraction(1)
         for q in others:
             scale *= p - q
-        g.append([p**i / scale for i in range(FILTER)])
+        g.append([p**i / scale for i in range(r)])
         bt.append(_from_roots(others, size))
-    g.append([Fraction(int(i == FILTER - 1)) for i in range(FILTER)])
+    g.append([Fraction(int(i == r - 1)) for i in range(r)])
     bt.append(_from_roots(points, size))
     return bt, g, at
 
@@ -120,6 +121,10 @@ class Image:
     height: int
     width: int
     strides: tuple[int, int, int, int]  # n, c, h, w
+
+    def narrowed(self, channels: int) -> Image:
+        """The same image with fewer channels."""
+        return Image(channels, self.height, self.width, self.strides)
 
 
 @dataclass(frozen=True)

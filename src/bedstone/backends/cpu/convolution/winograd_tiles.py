@@ -125,10 +125,13 @@ class TileReader:
         sn, _, sh, sw = g.source.strides
         base = source + t // (rows * columns) * sn + i0 * sh + j0 * sw
         height, width = g.source.height, g.source.width
-        if not any(g.pad) and rows * g.m + 2 <= height and columns * g.m + 2 <= width:
+        # Channels-first rows are read by whole quads.
+        reach = g.edge if self.by_channel else max(g.edge, QUAD)
+        below, right = (rows - 1) * g.m + g.edge, (columns - 1) * g.m + reach
+        if not any(g.pad) and below <= height and right <= width:
             yield from self._blocks(base, i0, j0, border=False)
             return
-        interior = (i0 >= 0) & (i0 + g.edge <= height) & (j0 >= 0) & (j0 + g.edge <= width)
+        interior = (i0 >= 0) & (i0 + g.edge <= height) & (j0 >= 0) & (j0 + reach <= width)
         with k.if_else(interior) as (then, otherwise):
             with then:
                 yield from self._blocks(base, i0, j0, border=False)
@@ -165,7 +168,7 @@ class TileReader:
     def _channels_first(self, base: Any, i0: Any, j0: Any, live: int, border: bool) -> Any:
         k, g = self.k, self.g
         _, sc, sh, sw = g.source.strides
-        starts = [0] if g.edge == QUAD else [0, g.edge - QUAD]
+        starts = [0] if g.edge <= QUAD else [0, g.edge - QUAD]
         patch = []
         for i in range(g.edge):
             row: dict[int, Any] = {}
