@@ -251,7 +251,7 @@ def scatter_maxima(dy: Array, where: Array, x: tuple[int, ...]) -> Array:
     """dx of dims x: every dy is added to the element that was its window's maximum."""
     dx = np.zeros((x[0], x[1], math.prod(x[2:])))
     n, c = np.ix_(range(x[0]), range(x[1]))
-    flat = where.reshape(*x[:2], -1)
+    flat = where.reshape(*x[:2], math.prod(where.shape[2:]))
     with np.errstate(all="ignore"):
         np.add.at(dx, (n[..., None], c[..., None], np.maximum(flat, 0)),
                   np.where(flat == NO_INDEX, 0.0, dy.reshape(flat.shape)))  # fmt: skip

@@ -7,13 +7,12 @@ problem's own reference, as a caller would have got it from the forward call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from bedstone.spec.convolution import ConvolutionProblem
 from bedstone.spec.dtypes import DType
-from bedstone.spec.problem import Array, Operand, Problem
+from bedstone.spec.problem import Array, Problem
+from bedstone.testing import problems
 
 # integers  -3 ... 3: sums of thousands of products are exact in float32, in any order
 # random    normal, standard deviation 1
@@ -64,7 +63,7 @@ def operands(problem: Problem, fill: str, seed: int = 0) -> dict[str, Array]:
         )
         for operand in problem.operands
     }
-    meaning = _MEANING.get(problem.primitive)
+    meaning = problems.hook(problem.primitive, "meaning")
     if meaning is not None:
         meaning(problem, found, random)
     return found
@@ -84,22 +83,3 @@ def _finite_operands(problem: Problem) -> tuple[str, ...]:
         if padded:
             return ("w",) if problem.direction == "forward" else ("dy",)
     return ()
-
-
-Meaning = Callable[[Problem, dict[str, Array], np.random.Generator], None]
-
-
-def _activation(problem: Problem, found: dict[str, Array], random: np.random.Generator) -> None:
-    """Backward from y: y is a value of the function."""
-    if problem.direction == "backward" and "y" in found:
-        apply = problem.activation.apply  # type: ignore[attr-defined]
-        saved = found["y"]
-        found["y"] = apply(saved.astype(np.float64)).astype(saved.dtype)
-
-
-_MEANING: dict[str, Meaning] = {"activation": _activation}
-
-
-def output_operands(problem: Problem) -> tuple[Operand, ...]:
-    """The operands that a call writes and whose elements are floating-point data."""
-    return tuple(o for o in problem.outputs if o.desc.dtype.is_floating)

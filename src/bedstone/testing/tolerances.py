@@ -14,14 +14,13 @@ above the bound in float32 at n = 1, three at n = 1000.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
-from bedstone.spec.activation import ActivationDesc, ActivationProblem
-from bedstone.spec.convolution import ConvolutionProblem
 from bedstone.spec.dtypes import DType
 from bedstone.spec.problem import Array, Arrays, Problem, as_float64
+from bedstone.testing import problems
 
 # c = ROUNDINGS + WALK * sqrt(n), in unit roundoffs. ROUNDINGS: alpha, beta, bias and the store.
 # WALK: Higham and Mary's lambda; 4 is passed once in 10^3..10^7 elements by a plain float32 sum
@@ -44,12 +43,13 @@ TILE_REACH = 7
 OVERFLOW_SHARE = 0.125
 
 Bounds = dict[str, Array]
+Wide = Mapping[str, Array]  # operands in float64, integers as they are
 
 
 def unit_of(problem: Problem) -> float:
     """Unit roundoff of the arithmetic that the problem asks for (half an epsilon)."""
-    accumulator = problem.dtype.accumulator
-    unit = accumulator.epsilon / 2
+    types = [o.desc.dtype.accumulator for o in problem.operands if o.desc.dtype.is_floating]
+    unit = max(t.epsilon for t in types) / 2
     return max(unit, MATH_UNIT[getattr(problem, "math", "ieee")]) if unit > 2.0**-30 else unit
 
 
@@ -64,6 +64,11 @@ def smallest(dtype: DType) -> float:
         DType.float64: 2.0**-1074, DType.float32: 2.0**-149, DType.bfloat16: 2.0**-133,
         DType.float16: 2.0**-24,
     }[dtype]  # fmt: skip
+
+
+def smallest_normal(dtype: DType) -> float:
+    """The smallest positive number of full precision."""
+    return smallest(dtype) / dtype.epsilon
 
 
 def largest(dtype: DType) -> float:
@@ -91,8 +96,8 @@ def bounds(
     """
     wide = {name: as_float64(array) for name, array in arrays.items()}
     if scale == "tile":
-        wide = {name: largest_nearby(np.abs(array)) for name, array in wide.items()}
-    computed = _COMPUTED.get(problem.primitive, _linear)
+        wide = {name: largest_nearby(array) for name, array in absolute(wide).items()}
+    computed = problems.hook(problem.primitive, "bounds") or linear
     with np.errstate(all="ignore"):
         found = computed(problem, wide, alpha, beta)
         for operand in problem.outputs:
@@ -124,13 +129,16 @@ def _stored(error: Array, want: Array, dtype: DType) -> Array:
     return np.where(np.isnan(rounded), np.inf, rounded)
 
 
-def absolute_sum(
-    problem: Problem, wide: Mapping[str, Array], alpha: float, beta: float
-) -> dict[str, Array]:
+def absolute(wide: Wide) -> dict[str, Array]:
+    """Floating operands without their signs."""
+    return {k: np.abs(v) if v.dtype.kind == "f" else v for k, v in wide.items()}
+
+
+def absolute_sum(problem: Problem, wide: Wide, alpha: float, beta: float) -> dict[str, Array]:
     """|alpha| * sum|terms| + |beta * out|, infinite where the sum may overflow on the way."""
     limit = OVERFLOW_SHARE * largest(problem.dtype.accumulator)
     found = {}
-    for name, terms in problem.compute({k: np.abs(v) for k, v in wide.items()}).items():
+    for name, terms in problem.compute(absolute(wide)).items():
         if terms.dtype.kind in "iub":
             continue
         total = abs(alpha) * np.abs(terms)
@@ -141,8 +149,8 @@ def absolute_sum(
     return found
 
 
-def _linear(problem: Problem, wide: Mapping[str, Array], alpha: float, beta: float) -> Bounds:
-    """Sums of products of inputs."""
+def linear(problem: Problem, wide: Wide, alpha: float, beta: float) -> Bounds:
+    """For sums of products of inputs: what holds for a primitive that says nothing else."""
     terms = int(getattr(problem, "reduction_length", 1))
     unit = unit_of(problem)
     tiny = smallest(problem.dtype.accumulator) * (abs(alpha) * terms + 1)
@@ -152,76 +160,17 @@ def _linear(problem: Problem, wide: Mapping[str, Array], alpha: float, beta: flo
     }
 
 
-def _convolution(problem: Problem, wide: Mapping[str, Array], alpha: float, beta: float) -> Bounds:
-    found = _linear(problem, wide, alpha, beta)
-    if isinstance(problem, ConvolutionProblem) and problem.epilogue:
-        unit = unit_of(problem)
-        if problem.epilogue.bias:
-            shape = (1, -1, *(1,) * problem.conv.axes)
-            found["y"] = found["y"] + 2 * unit * np.abs(wide["bias"]).reshape(shape)
-        act = problem.epilogue.activation
-        if act is not None:
-            before = {k: np.abs(v) for k, v in wide.items()}
-            size = problem.reference(before, abs(alpha), abs(beta))["y"]
-            error = FUNCTION_ULPS * 2 * unit * (np.abs(size) + absolute_scale(act))
-            found["y"] = slope_limit(act) * found["y"] + error
+def blended(
+    problem: Problem, errors: Mapping[str, Array], wide: Wide, alpha: float, beta: float
+) -> Bounds:
+    """Bounds of alpha * op + beta * out from those of op."""
+    unit = unit_of(problem)
+    found = {}
+    for name, error in errors.items():
+        if name in problem.unblended:
+            found[name] = error
+            continue
+        found[name] = abs(alpha) * error + smallest(problem.dtype.accumulator) * (abs(alpha) + 1)
+        if beta != 0.0:
+            found[name] = found[name] + ROUNDINGS * unit * np.abs(beta * wide[name])
     return found
-
-
-def slope_limit(act: ActivationDesc) -> float:
-    """An upper bound of |f'|."""
-    if act.kind in ("leaky_relu", "elu"):
-        return max(1.0, act.alpha)
-    if act.kind in ("hard_sigmoid", "hard_swish"):
-        return max(1.0, 2 * abs(act.alpha) + abs(act.beta) + 1)
-    return 1.2  # gelu and silu overshoot 1 by up to 0.13
-
-
-def absolute_scale(act: ActivationDesc) -> float:
-    """Size of the intermediate values of f that its result does not show (alpha of elu, ...)."""
-    return max(1.0, *(abs(c) for c in (act.alpha, act.beta) if math.isfinite(c)))
-
-
-# Kinds whose value or derivative is a difference: near its zeros, only the size of its terms
-# bounds the error. The others keep full relative accuracy.
-_CANCELLING = ("gelu", "gelu_tanh", "silu", "hard_swish", "hard_sigmoid", "softplus", "elu")
-
-
-def _activation(problem: Problem, wide: Mapping[str, Array], alpha: float, beta: float) -> Bounds:
-    if not isinstance(problem, ActivationProblem):
-        return {}
-    act, unit = problem.activation, problem.dtype.accumulator.epsilon / 2
-    (name, value), *_ = problem.compute(wide).items()
-    size = np.abs(value)
-    if problem.direction == "backward":
-        rest = np.abs(wide["dy"])
-    else:
-        rest = np.abs(wide["x"])
-    if act.kind in _CANCELLING:
-        size = size + np.minimum(rest, absolute_scale(act) * (1 + rest))
-    total = FUNCTION_ULPS * 2 * unit * abs(alpha) * size
-    if beta != 0.0:
-        total = total + ROUNDINGS * unit * np.abs(beta * wide[name])
-    if act.kind == "hard_swish" and problem.direction == "backward":
-        total = np.where(_at_a_jump(act, wide["x"], unit), np.inf, total)
-    return {name: total + smallest(problem.dtype.accumulator) * (abs(alpha) + 1) * FUNCTION_ULPS}
-
-
-def _at_a_jump(act: ActivationDesc, x: Array, unit: float) -> Array:
-    """Where rounding decides on which side of a jump of hard_swish's derivative x lies."""
-    inner = act.alpha * x + act.beta
-    distance = np.minimum(np.abs(inner), np.abs(inner - 1))
-    return distance <= 4 * unit * (np.abs(act.alpha * x) + abs(act.beta))
-
-
-def is_exact(problem: Problem) -> bool:
-    """True if small integers go through without rounding: sums of products, maxima, copies."""
-    if isinstance(problem, ConvolutionProblem):
-        return problem.epilogue.activation is None
-    if problem.primitive == "pooling":
-        return getattr(problem, "mode", "") == "max"
-    return problem.primitive in ("convolution", "tensor_ops")
-
-
-Computed = Callable[[Problem, Mapping[str, Array], float, float], Bounds]
-_COMPUTED: dict[str, Computed] = {"convolution": _convolution, "activation": _activation}

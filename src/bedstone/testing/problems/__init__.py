@@ -1,10 +1,18 @@
-"""Problems to test with: one file a primitive, each with `curated()` and `draw(random)`."""
+"""Problems to test with, and what testing must know of a primitive; one file each.
+
+A file has `curated()`, the hand-picked problems, and `draw(random)`, the generator. It may have
+`meaning(problem, arrays, random)`, which overwrites operands that only mean something together
+(indices of maxima, statistics); `exact(problem)`, whether small integers go through unrounded; and
+`bounds(problem, wide, alpha, beta)`, the error bounds where a result is no plain sum of products.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +29,12 @@ def _module(primitive: str) -> ModuleType:
     if primitive not in primitives():
         raise InvalidDescriptor("primitive", primitive, f"one of {primitives()}")
     return importlib.import_module(f"{__name__}.{primitive}")
+
+
+def hook(primitive: str, name: str) -> Callable[..., Any] | None:
+    """A primitive's own function of that name, if it has one."""
+    found: Callable[..., Any] | None = getattr(_module(primitive), name, None)
+    return found
 
 
 def curated(primitive: str) -> list[Problem]:

@@ -15,7 +15,16 @@ from bedstone.spec.convolution import (
 )
 from bedstone.spec.problem import Problem, parse_problem
 from bedstone.spec.tensor import TensorDesc
+from bedstone.testing.problems.activation import absolute_scale, slope_limit
 from bedstone.testing.problems.strides import randomly_strided, with_strides
+from bedstone.testing.tolerances import (
+    FUNCTION_ULPS,
+    Bounds,
+    Wide,
+    absolute,
+    linear,
+    unit_of,
+)
 
 # Shape words, each with what it is there for; every direction is made of each.
 SHAPES = (
@@ -214,3 +223,25 @@ def _epilogue(random: np.random.Generator) -> Epilogue:
     if random.random() < 0.15:
         act = ActivationDesc(str(random.choice(tuple(ACTIVATIONS))))
     return Epilogue(bool(random.random() < 0.3), act)
+
+
+def exact(problem: Problem) -> bool:
+    """Sums of products, with a bias perhaps."""
+    return not isinstance(problem, ConvolutionProblem) or problem.epilogue.activation is None
+
+
+def bounds(problem: Problem, wide: Wide, alpha: float, beta: float) -> Bounds:
+    """Of the sum, then through bias and activation."""
+    found = linear(problem, wide, alpha, beta)
+    if not isinstance(problem, ConvolutionProblem) or not problem.epilogue:
+        return found
+    unit = unit_of(problem)
+    if problem.epilogue.bias:
+        shape = (1, -1, *(1,) * problem.conv.axes)
+        found["y"] = found["y"] + 2 * unit * np.abs(wide["bias"]).reshape(shape)
+    act = problem.epilogue.activation
+    if act is not None:
+        size = np.abs(problem.reference(absolute(wide), abs(alpha), abs(beta))["y"])
+        error = FUNCTION_ULPS * 2 * unit * (size + absolute_scale(act))
+        found["y"] = slope_limit(act) * found["y"] + error
+    return found
