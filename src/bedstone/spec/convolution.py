@@ -47,8 +47,8 @@ def output_size(size: int, window: int, pad: Pair, stride: int, dilation: int) -
 
 def per_axis(argument: str, value: object, axes: int) -> tuple[int, ...]:
     """An int for all axes, or one int an axis."""
-    if isinstance(value, int):
-        return (value,) * axes
+    if isinstance(value, (int, np.integer)):
+        return (int(value),) * axes
     items = integer_tuple(argument, value)
     if len(items) == 1:
         return items * axes
