@@ -108,6 +108,11 @@ def test_nan_is_the_largest():
     )
     assert np.isnan(out["y"]).tolist() == [[[True, True]]]
     assert out["indices"].ravel().tolist() == [1, 3]
+    twice = np.array([[[0.0, np.nan, np.nan]]])
+    out = problem_of("forward", (1, 1, 3), PoolingDesc.of("max", 3, 1), True).reference(
+        {"x": twice}
+    )
+    assert out["indices"].item() == 1
     alone = np.full((1, 1, 2), -np.inf)
     out = problem_of("forward", (1, 1, 2), PoolingDesc.of("max", 2, 1), True).reference(
         {"x": alone}

@@ -44,6 +44,7 @@ def test_set_and_scale():
     problem = TensorOpProblem("scale", packed((2, 2)))
     got = problem.reference({"y": y}, -2.0)["y"]
     assert got[0, 0] == -2 and np.isnan(got[0, 1]) and got[1].tolist() == [-6, -8]
+    assert np.array_equal(problem.reference({"y": y}, -2.0, 5.0)["y"], got, equal_nan=True)
     (operand,) = problem.operands
     assert operand.is_output and operand.role == "inout"
     assert problem.bytes == 2 * 4 * 8  # read and written
