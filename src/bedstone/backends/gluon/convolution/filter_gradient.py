@@ -1,0 +1,325 @@
+"""The gradient by filter on Hopper: the host's side of filter_kernels and halo_kernels.
+
+`gluon:implicit_gemm_ws` takes each tile of dw in one run and needs no workspace;
+`gluon:implicit_gemm_ws_split` cuts all the work evenly over the chip; `gluon:implicit_gemm_halo`
+does so for windows three wide, sharing x between taps. Parts lie in workspace, added in order.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bedstone.backends.gluon.convolution import images, tiles
+from bedstone.backends.gluon.convolution.images import Filter, Image, image_map, image_of
+from bedstone.backends.gluon.convolution.implicit_gemm_ws import (
+    HALVES,
+    ImplicitGemmWs,
+    Integers,
+    declines,
+    general_kernel,
+    multiprocessors,
+    per_axis,
+)
+from bedstone.backends.gluon.convolution.patches import Patch, choose_patch
+from bedstone.backends.triton import launch
+from bedstone.backends.triton.convolution.geometry import Axis, Geometry, geometry_of
+from bedstone.plan.algorithm import Algorithm, Kernel
+from bedstone.plan.device import Device
+from bedstone.spec.convolution import ConvolutionProblem
+from bedstone.spec.dtypes import DType
+from bedstone.spec.problem import Problem
+
+SUM_ROWS = 8  # rows of a block that a program of the sum kernel adds
+MAX_SUM_SLOTS = 8  # slots it loads at once
+# Runs may be fewer than multiprocessors by this share if that cuts every tile into equal parts,
+# which saves partial tiles.
+WHOLE_CUTS = 0.96
+
+
+@dataclass(frozen=True)
+class FilterView:
+    """A backward_filter problem as the kernels see it."""
+
+    x: Image
+    dy: Image
+    geo: Geometry
+    flip: bool
+
+
+def filter_view(problem: ConvolutionProblem) -> FilterView:
+    """The view; the pixels of a 1x1 convolution are one row."""
+    geo = geometry_of(problem)
+    x, dy = image_of(problem.x), image_of(problem.y)
+    flip = problem.conv.mode == "convolution"
+    if all(a.taps == a.u == 1 and a.out == a.size and a.pad == 0 for a in geo.axes):
+        merged = x.merged(), dy.merged()
+        if merged[0] is not None and merged[1] is not None:
+            row = Axis(size=x.pixels, out=x.pixels)
+            geo = replace(geo, axes=(Axis(), Axis(), row), images=1)
+            x, dy = merged[0], merged[1]
+    return FilterView(x, dy, geo, flip)
+
+
+def dw_strides(problem: ConvolutionProblem) -> tuple[int, int, int] | None:
+    """Distances in dw of filters, taps and channels, None if the taps' distances differ."""
+    found = images.filter_of(problem.w)
+    return found.strides if isinstance(found, Filter) else None
+
+
+@dataclass(frozen=True)
+class FilterWork:
+    """How a backward_filter is cut.
+
+    tiles, steps    tiles of dw and the steps of each
+    programs        runs into which tiles * steps is cut
+    block           floats of a slot, `parts` blocks of rows x columns
+    """
+
+    tiles: int
+    steps: int
+    programs: int
+    rows: int
+    columns: int
+    parts: int
+    seconds: float
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of the slots: a program has at most one more than it has whole tiles."""
+        slots = self.programs + self.tiles
+        return slots * self.parts * self.rows * self.columns * 4
+
+
+def runs_for(tile_count: int, steps: int, slots: int) -> int:
+    """Into how many runs tile_count * steps steps are cut."""
+    if tile_count < slots:
+        whole = tile_count * (slots // tile_count)
+        if whole >= WHOLE_CUTS * slots:
+            slots = whole
+    return max(1, min(slots, tile_count * steps))
+
+
+def work_seconds(work_steps: float, step: float, tail: float, bytes_moved: float) -> float:
+    """Steps of the longest run, the tail, and the traffic of partial sums."""
+    return work_steps * step + tail * 1e-6 + bytes_moved / tiles.BANDWIDTH
+
+
+@dataclass(frozen=True)
+class FilterChoice:
+    """Tile, patch and cut of the general kernel."""
+
+    tile: tiles.Tile
+    patch: Patch
+    work: FilterWork
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_filter(problem: ConvolutionProblem, processors: int, split: bool) -> FilterChoice:
+    """The tile of the least modelled time."""
+    geo = filter_view(problem).geo
+    best = None
+    for tile in tiles.FILTER_HALF:
+        if not split and tile.accumulators > tiles.LIGHT_ACCUMULATORS:
+            continue
+        patch = filter_patch(geo, tile.bc)
+        count = geo.groups * geo.taps * -(-geo.filters // tile.bm) * -(-geo.channels // tile.bk)
+        slots = processors * tile.resident
+        programs = runs_for(count, patch.count, slots) if split else count
+        step = 2.0 * tile.bm * tile.bk * tile.bc / (tile.rate * 1e12 / slots)
+        rounds = -(-programs // slots)
+        steps = rounds * -(-count * patch.count // programs)
+        traffic = 8.0 * (programs + count) * tile.bm * tile.bk if split else 0.0
+        seconds = work_seconds(steps, step, tile.tail * rounds, traffic)
+        work = FilterWork(count, patch.count, programs, tile.bm, tile.bk, 1, seconds)
+        if best is None or seconds < best.work.seconds:
+            best = FilterChoice(tile, patch, work)
+    if best is None:
+        raise ValueError("no tile for backward_filter")
+    return best
+
+
+def filter_patch(geo: Geometry, pixels: int) -> Patch:
+    """The patch of dy that covers it with the fewest boxes. One tap stands for all; the strides
+    stay, since they bound a box of x."""
+    axes = tuple(Axis(size=a.out * a.u, out=a.out, u=a.u) for a in geo.axes)
+    return choose_patch(geo.images, axes, pixels, False)  # type: ignore[arg-type]
+
+
+class FilterGradient(Algorithm):
+    """Base of the algorithms here: what all of them ask of the memory."""
+
+    split = True
+
+    def supports(self, problem: Problem, device: Device) -> str | None:
+        reason = declines(problem, device, HALVES)
+        if reason is not None or not isinstance(problem, ConvolutionProblem):
+            return reason
+        if problem.direction != "backward_filter":
+            return "takes backward_filter"
+        view = filter_view(problem)
+        reason = images.refuses("x", view.x) or images.refuses("dy", view.dy)
+        if reason is None and dw_strides(problem) is None:
+            reason = "dw: its taps do not lie at equal distances"
+        return reason
+
+    def work(self, problem: ConvolutionProblem, device: Device) -> FilterWork:
+        """How the problem is cut."""
+        return choose_filter(problem, multiprocessors(device), self.split).work
+
+    def workspace(self, problem: Problem, device: Device) -> int:
+        if not self.split or not isinstance(problem, ConvolutionProblem):
+            return 0
+        return self.work(problem, device).workspace
+
+    def estimate(self, problem: Problem, device: Device) -> float:
+        if not isinstance(problem, ConvolutionProblem):
+            raise TypeError(f"not a convolution: {problem}")
+        launches = 2 if self.split else 1
+        seconds = max(self.work(problem, device).seconds, problem.bytes / tiles.BANDWIDTH)
+        return launches * tiles.LAUNCH_SECONDS + seconds
+
+    def build(self, problem: Problem, device: Device) -> Kernel:
+        if not isinstance(problem, ConvolutionProblem):
+            raise TypeError(f"not a convolution: {problem}")
+        choice = choose_filter(problem, multiprocessors(device), self.split)
+        return filter_launch(problem, device, choice, self.split)
+
+
+class FilterSplit(FilterGradient):
+    """The general gradient by filter with its work cut evenly over the chip."""
+
+    name = "gluon:implicit_gemm_ws_split"
+
+
+class ImplicitGemm(FilterGradient):
+    """All three directions without workspace: images by ImplicitGemmWs, filters in whole tiles."""
+
+    name = "gluon:implicit_gemm_ws"
+    split = False
+    _images = ImplicitGemmWs()
+
+    def supports(self, problem: Problem, device: Device) -> str | None:
+        if getattr(problem, "direction", "") == "backward_filter":
+            return super().supports(problem, device)
+        return self._images.supports(problem, device)
+
+    def estimate(self, problem: Problem, device: Device) -> float:
+        if problem.direction == "backward_filter":
+            return super().estimate(problem, device)
+        return self._images.estimate(problem, device)
+
+    def build(self, problem: Problem, device: Device) -> Kernel:
+        if problem.direction == "backward_filter":
+            return super().build(problem, device)
+        return self._images.build(problem, device)
+
+
+def filter_launch(
+    problem: ConvolutionProblem, device: Device, choice: FilterChoice, split: bool
+) -> Kernel:
+    """The general kernel and, if the work is split, the sum."""
+    from bedstone.backends.gluon.convolution.filter_kernels import convolution_filter_ws_kernel
+
+    view, tile, patch, work = filter_view(problem), choice.tile, choice.patch, choice.work
+    geo, strides = view.geo, dw_strides(problem)
+    if strides is None:
+        raise ValueError(f"the filter {problem.w} has no single axis of taps")
+    part = launch.Scratch(DType.float32) if split else launch.Pointer(2, problem.x.dtype)
+    arguments: dict[str, launch.Argument] = {
+        "x_desc": image_map(0, view.x, patch.box, tile.bk, per_axis(geo, "u")),
+        "dy_desc": image_map(1, view.dy, patch.box, tile.bm),
+        "dw_ptr": launch.Pointer(2, problem.x.dtype),
+        "part_ptr": part,
+        **launch.factors(problem.x.dtype),
+        "tiles": launch.Scalar(work.tiles),
+        "tile_steps": launch.Scalar(work.steps),
+        "filter_tiles": launch.Scalar(-(-geo.filters // tile.bm)),
+        "channel_tiles": launch.Scalar(-(-geo.channels // tile.bk)),
+        "patches": Integers(patch.tiles),
+        "box": Integers(patch.box),
+        **{
+            name: Integers(per_axis(geo, field))
+            for name, field in (
+                ("taps", "taps"), ("pad", "pad"), ("stride", "u"), ("dilation", "dil")
+            )
+        },
+        "filters": launch.Scalar(geo.filters),
+        "channels": launch.Scalar(geo.channels),
+        "dw_strides": Integers(strides, "i64"),
+        "flip": launch.Scalar(int(view.flip)),
+    }  # fmt: skip
+    constants: dict[str, Any] = {
+        "BK": tile.bm, "BC": tile.bk, "BP": tile.bc, "STAGES": tile.stages, "WARPS": tile.warps,
+        "DEPTH": view.x.depth, "PARTIAL": split,
+    }  # fmt: skip
+    main = launch.prepare(
+        device, convolution_filter_ws_kernel, (work.programs,), arguments, constants,
+        fallback=lambda: general_kernel(problem, device), num_warps=tile.warps,
+    )  # fmt: skip
+    if not split:
+        return main
+    return Guarded(
+        main, sum_launch(problem, device, work, geo, geo.taps, view.flip), problem, device
+    )
+
+
+class Guarded(launch.Chain):
+    """The main kernel and the sum of its parts; the general kernel when an address is not aligned
+    (the main kernel's own fallback would leave parts that nobody wrote)."""
+
+    def __init__(
+        self, main: Kernel, total: Kernel, problem: ConvolutionProblem, device: Device
+    ) -> None:
+        super().__init__((main, total), f"{getattr(main, 'description', '')}; parts added in order")
+        self._problem, self._device = problem, device
+        self._general: Kernel | None = None
+
+    def __call__(
+        self, pointers: Any, workspace: int, alpha: float, beta: float, stream: int
+    ) -> None:
+        if (pointers[0] | pointers[1] | pointers[2] | workspace) % launch.ALIGNMENT == 0:
+            super().__call__(pointers, workspace, alpha, beta, stream)
+            return
+        if self._general is None:
+            self._general = general_kernel(self._problem, self._device)
+        self._general(pointers, 0, alpha, beta, stream)
+
+
+def sum_launch(
+    problem: ConvolutionProblem, device: Device, work: FilterWork, geo: Geometry, taps: int,
+    flip: bool,
+) -> Kernel:  # fmt: skip
+    """The kernel that adds the parts into dw; a tile holds `work.parts` taps of `taps`."""
+    from bedstone.backends.gluon.convolution.filter_kernels import convolution_filter_sum_kernel
+
+    strides = dw_strides(problem)
+    if strides is None:
+        raise ValueError(f"the filter {problem.w} has no single axis of taps")
+    sharers = -(-work.programs // work.tiles) + 1
+    arguments: dict[str, launch.Argument] = {
+        "part_ptr": launch.Scratch(DType.float32),
+        "dw_ptr": launch.Pointer(2, problem.x.dtype),
+        **launch.factors(problem.x.dtype),
+        "tiles": launch.Scalar(work.tiles),
+        "tile_steps": launch.Scalar(work.steps),
+        "programs": launch.Scalar(work.programs),
+        "filter_tiles": launch.Scalar(-(-geo.filters // work.rows)),
+        "tap_groups": launch.Scalar(-(-taps // work.parts)),
+        "channel_tiles": launch.Scalar(-(-geo.channels // work.columns)),
+        "taps": launch.Scalar(taps),
+        "filters": launch.Scalar(geo.filters),
+        "channels": launch.Scalar(geo.channels),
+        **{f"stride_{n}": launch.Scalar(s, "i64") for n, s in zip(("k", "tap", "c"), strides)},
+        "flip": launch.Scalar(int(flip)),
+    }
+    rows = max(1, SUM_ROWS * 64 // work.columns)
+    constants = {
+        "BK": work.rows, "BC": work.columns, "PARTS": work.parts, "ROWS": rows,
+        "SLOTS": min(MAX_SUM_SLOTS, 1 << (sharers - 1).bit_length()),
+    }  # fmt: skip
+    grid = work.tiles * work.parts * (work.rows // rows)
+    return launch.prepare(
+        device, convolution_filter_sum_kernel, (grid,), arguments, constants, num_warps=4
+    )

@@ -1,0 +1,295 @@
+"""gluon:implicit_gemm_ws, the warp-specialised implicit GEMM: the host's side of image_kernels.
+
+Forward and gradient by data for 16-bit channels-last images (and, with math="tf32", float32
+forward), without workspace. Which tile, which patch, which maps and numbers; the gradient by filter
+is in filter_gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bedstone.backends import gluon
+from bedstone.backends.gluon.convolution import images, tiles
+from bedstone.backends.gluon.convolution.images import Image, image_map, image_of
+from bedstone.backends.gluon.convolution.patches import Patch, choose_patch
+from bedstone.backends.triton import driver, launch
+from bedstone.backends.triton.convolution.geometry import Axis, Geometry, geometry_of, word
+from bedstone.plan.algorithm import Algorithm, Kernel
+from bedstone.plan.device import Device
+from bedstone.spec.convolution import ConvolutionProblem
+from bedstone.spec.dtypes import DType
+from bedstone.spec.problem import Problem
+
+HALVES = (DType.float16, DType.bfloat16)
+L2_GROUP = 8  # patches walked together through all output channels
+CHEAP_ACTIVATIONS = ("none", "relu", "leaky_relu", "clipped_relu", "clip")
+
+
+@dataclass(frozen=True)
+class Integers(launch.Integers):
+    """A tuple of integers of which none is baked in: one binary serves them all."""
+
+    @property
+    def variable(self) -> tuple[int, ...]:
+        return tuple(range(len(self.values)))
+
+
+def multiprocessors(device: Device) -> int:
+    """Of the device, or of the chip that is compiled for."""
+    if device.index == launch.COMPILE_ONLY:
+        return tiles.MULTIPROCESSORS
+    return _multiprocessors(device.index)
+
+
+@functools.cache
+def _multiprocessors(index: int) -> int:
+    return driver.attribute(index, driver.MULTIPROCESSORS)
+
+
+@dataclass(frozen=True)
+class ImageView:
+    """A forward or backward_data problem as the kernel sees it: the image that is read, the one
+    that is written, and the geometry (pixels of a 1x1 convolution merged into one row)."""
+
+    source: Image
+    target: Image
+    geo: Geometry
+    backward: bool
+    flip: bool
+
+    @property
+    def unit(self) -> bool:
+        """True if no axis has a stride or a dilation."""
+        return all(a.u == a.dil == 1 for a in self.geo.axes)
+
+    @property
+    def reduced(self) -> int:
+        """Reduced channels of a group."""
+        return self.geo.filters if self.backward else self.geo.channels
+
+    @property
+    def produced(self) -> int:
+        """Output channels of a group."""
+        return self.geo.channels if self.backward else self.geo.filters
+
+
+def image_view(problem: ConvolutionProblem) -> ImageView:
+    """The view of a forward or backward_data problem."""
+    geo = geometry_of(problem)
+    x, y = image_of(problem.x), image_of(problem.y)
+    backward = problem.direction == "backward_data"
+    flip = problem.conv.mode == "convolution"
+    source, target = (y, x) if backward else (x, y)
+    point = all(a.taps == a.u == 1 and a.out == a.size and a.pad == 0 for a in geo.axes)
+    if point:
+        merged = source.merged(), target.merged()
+        if merged[0] is not None and merged[1] is not None:
+            row = Axis(size=source.pixels, out=source.pixels)
+            geo = replace(geo, axes=(Axis(), Axis(), row), images=1)
+            source, target = merged[0], merged[1]
+    return ImageView(source, target, geo, backward, flip)
+
+
+def store_order(view: ImageView) -> str:
+    """How tiles leave: "tma", or masked stores with channels ("rows") or pixels innermost."""
+    if view.target.strides[4] != 1:
+        return "columns"
+    strided = view.backward and not view.unit
+    return "rows" if strided or images.refuses("y", view.target) else "tma"
+
+
+@dataclass(frozen=True)
+class ImageChoice:
+    """Tile and patch, and the seconds expected."""
+
+    tile: tiles.Tile
+    patch: Patch
+    seconds: float
+
+
+def fits(tile: tiles.Tile, view: ImageView, store: str, activation: str) -> bool:
+    """True if the tile can be used: groups are cut by whole tiles, epilogues do not spill."""
+    light = store == "tma" and activation in CHEAP_ACTIVATIONS
+    if tile.accumulators > tiles.LIGHT_ACCUMULATORS and not light:
+        return False
+    if view.geo.groups > 1 and (view.reduced % tile.bc or view.produced % tile.bk):
+        return False
+    return True
+
+
+def image_seconds(tile: tiles.Tile, patch: Patch, view: ImageView, processors: int) -> float:
+    """Cost model: rounds of tiles over the chip, each its steps and a tail."""
+    columns = view.geo.groups * -(-view.produced // tile.bk)
+    steps = patch.taps / max(patch.count, 1) * -(-view.reduced // tile.bc)
+    slots = processors * tile.resident
+    rounds = -(-patch.count * columns // slots)
+    step = 2.0 * tile.bm * tile.bk * tile.bc / (tile.rate * 1e12 / slots)
+    return rounds * (steps * step + tile.tail * 1e-6)
+
+
+def table_of(problem: ConvolutionProblem) -> tuple[tiles.Tile, ...]:
+    """The tile table of the problem's dtype."""
+    return tiles.IMAGE_HALF if problem.x.dtype in HALVES else tiles.IMAGE_TF32
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_image(problem: ConvolutionProblem, processors: int) -> ImageChoice | None:
+    """The tile and patch of the least modelled time, None if none fits."""
+    view, act = image_view(problem), problem.epilogue.activation
+    store = store_order(view)
+    best = None
+    for tile in table_of(problem):
+        if not fits(tile, view, store, act.kind if act is not None else "none"):
+            continue
+        patch = choose_patch(view.geo.images, view.geo.axes, tile.bm, view.backward)
+        seconds = image_seconds(tile, patch, view, processors)
+        if best is None or seconds < best.seconds:
+            best = ImageChoice(tile, patch, seconds)
+    return best
+
+
+def declines(problem: Problem, device: Device, dtypes: tuple[DType, ...]) -> str | None:
+    """What all algorithms here ask: the chip, the dtype, memory that TMA can view."""
+    if not isinstance(problem, ConvolutionProblem):
+        return "it computes convolutions and their gradients by data and filter"
+    if device.architecture != gluon.ARCHITECTURE:
+        return f"made for {gluon.ARCHITECTURE}; the device is {device.architecture}"
+    if problem.x.dtype not in dtypes:
+        return f"takes {', '.join(dtypes)}; the problem is {problem.x.dtype}"
+    if 0 in problem.x.dims or 0 in problem.w.dims:
+        return "the problem has a dimension of size 0"
+    if any(u > images.MAX_STEP for u in problem.conv.stride):
+        return f"a stride is above {images.MAX_STEP}"
+    return None
+
+
+class ImplicitGemmWs(Algorithm):
+    """Warp-specialised implicit GEMM, forward and backward_data."""
+
+    name = "gluon:implicit_gemm_ws"
+
+    def supports(self, problem: Problem, device: Device) -> str | None:
+        reason = declines(problem, device, (*HALVES, DType.float32))
+        if reason is not None or not isinstance(problem, ConvolutionProblem):
+            return reason
+        if problem.direction == "backward_filter":
+            return "takes forward and backward_data"
+        if problem.x.dtype is DType.float32:
+            if problem.math != "tf32":
+                return f'float32 only with math="tf32"; the problem asks for {problem.math}'
+            if problem.direction != "forward":
+                return "tf32 wants reduced channels innermost: forward only"
+        view = image_view(problem)
+        found = images.filter_of(problem.w)
+        reason = images.refuses("dy" if view.backward else "x", view.source)
+        reason = reason or images.filter_refuses("w", found)
+        if reason is not None:
+            return reason
+        if view.backward and any(a.u > 1 and a.dil > 1 for a in view.geo.axes):
+            return "backward_data with both stride and dilation on an axis"
+        if choose_image(problem, multiprocessors(device)) is None:
+            return f"{problem.conv.groups} groups are too narrow for its tiles"
+        return None
+
+    def estimate(self, problem: Problem, device: Device) -> float:
+        choice = choose_image(problem, multiprocessors(device))  # type: ignore[arg-type]
+        seconds = choice.seconds if choice is not None else math.inf
+        return tiles.LAUNCH_SECONDS + max(seconds, problem.bytes / tiles.BANDWIDTH)
+
+    def build(self, problem: Problem, device: Device) -> Kernel:
+        if not isinstance(problem, ConvolutionProblem):
+            raise TypeError(f"not a convolution: {problem}")
+        choice = choose_image(problem, multiprocessors(device))
+        if choice is None:
+            raise ValueError(f"no tile fits {problem}")
+        return image_launch(problem, device, choice)
+
+
+def general_kernel(problem: ConvolutionProblem, device: Device) -> Kernel:
+    """What runs when a call brings an address that TMA cannot take."""
+    from bedstone.backends.triton.convolution.implicit_gemm import ImplicitGemm
+
+    return ImplicitGemm().build(problem, device)
+
+
+def image_launch(problem: ConvolutionProblem, device: Device, choice: ImageChoice) -> Kernel:
+    """The kernel for a choice of tile and patch."""
+    from bedstone.backends.gluon.convolution.image_kernels import convolution_image_ws_kernel
+
+    view, tile, patch = image_view(problem), choice.tile, choice.patch
+    count = patch.count * view.geo.groups * -(-view.produced // tile.bk)
+    grid = min(count, multiprocessors(device) * tile.resident)
+    arguments, constants = image_arguments(problem, view, tile, patch)
+    return launch.prepare(
+        device, convolution_image_ws_kernel, (grid,), arguments, constants,
+        fallback=lambda: general_kernel(problem, device), num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def image_arguments(
+    problem: ConvolutionProblem, view: ImageView, tile: tiles.Tile, patch: Patch
+) -> tuple[dict[str, launch.Argument], dict[str, Any]]:
+    """Arguments and constants of the image kernel, by name."""
+    geo, dtype, act = view.geo, problem.x.dtype, problem.epilogue.activation
+    store = store_order(view)
+    found = images.filter_of(problem.w)
+    if found is None:
+        raise ValueError(f"the filter {problem.w} has no single axis of taps")
+    source, filters, last = (1, 0, 2) if view.backward else (0, 1, len(problem.operands) - 1)
+    w_box = (tile.bc, 1, tile.bk) if view.backward else (tile.bk, 1, tile.bc)
+    steps = (1, 1, 1) if view.backward else per_axis(geo, "u")
+    group_columns = -(-view.produced // tile.bk)
+    arguments: dict[str, launch.Argument] = {
+        "x_desc": image_map(source, view.source, patch.box, tile.bc, steps),
+        "w_desc": images.filter_map(filters, found, w_box),
+        "y_ptr": launch.Pointer(last, dtype),
+        "bias_ptr": launch.Pointer(2 if problem.epilogue.bias else last, dtype),
+        **launch.factors(dtype),
+        **launch.activation_arguments(act, dtype),
+        "tiles": Integers(patch.tiles),
+        "columns": launch.Scalar(geo.groups * group_columns),
+        "group_columns": launch.Scalar(group_columns),
+        "group": launch.Scalar(L2_GROUP),
+        "box": Integers(patch.box),
+        "size": Integers(view.source.dims[1:4]),
+        "taps": Integers(per_axis(geo, "taps")),
+        "pad": Integers(per_axis(geo, "pad")),
+        "stride": Integers(per_axis(geo, "u")),
+        "dilation": Integers(per_axis(geo, "dil")),
+        "channels": launch.Scalar(view.reduced),
+        **output_arguments(view.target, patch),
+    }
+    constants: dict[str, Any] = {
+        "BM": tile.bm, "BK": tile.bk, "BC": tile.bc, "STAGES": tile.stages, "WARPS": tile.warps,
+        "BACKWARD": view.backward, "UNIT": view.unit, "FLIP": view.flip,
+        "DEPTH": view.source.depth, "BIAS": problem.epilogue.bias,
+        "ACTIVATION": act.kind if act is not None else "none", "STORE": store,
+    }  # fmt: skip
+    if store == "tma":
+        arguments["y_desc"] = image_map(last, view.target, patch.box, tile.bk)
+    else:
+        constants["y_desc"] = None
+    return arguments, constants
+
+
+def per_axis(geo: Geometry, name: str) -> tuple[int, int, int]:
+    """An attribute of the three axes."""
+    return tuple(getattr(axis, name) for axis in geo.axes)  # type: ignore[return-value]
+
+
+def output_arguments(target: Image, patch: Patch) -> dict[str, launch.Argument]:
+    """What an epilogue knows of the image that it writes."""
+    unit = word(target.dtype.itemsize)
+    whole = all(s % unit == 0 for s in target.strides[:4])
+    channels = target.dims[4]
+    return {
+        "logs": Integers(patch.logs),
+        "out": Integers(target.dims[:4]),
+        "out_strides": Integers(target.strides[:4], "i64", unit if whole else 1),
+        "channel_stride": launch.Scalar(target.strides[4], "i64"),
+        "out_channels": launch.Scalar(channels, divisor=unit if channels % unit == 0 else 1),
+    }

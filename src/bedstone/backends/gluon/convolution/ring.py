@@ -1,0 +1,93 @@
+"""What the warp-specialised kernels share: the ring of shared-memory stages, the order of tiles, the
+taps of a patch, and the addresses and arithmetic of an epilogue.
+
+A ring has a `full` and an `empty` barrier a stage. The producer waits for empty, asks TMA to fill
+the stage and to signal full; consumers wait for full, multiply, and signal empty. Both sides walk
+it with a (stage, phase) pair that `advance` moves on.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+
+@gluon.jit
+def make_ring(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """The barriers (empty, full) of a ring whose stages `CONSUMERS` consumers release."""
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+        mbarrier.init(full.index(i), count=1)
+    fence_async_shared()
+    return empty, full
+
+
+@gluon.jit
+def advance(stage, phase, STAGES: gl.constexpr):
+    """The next stage; the phase flips when the ring starts over."""
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def previous(stage, STAGES: gl.constexpr):
+    """The stage before."""
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
+def grouped(tile, rows, columns, group):
+    """Tile number -> (row, column): `group` rows are walked together, so that the operands of the
+    tiles in flight stay in the L2 cache."""
+    span = group * columns
+    first = tile // span * group
+    size = gl.minimum(rows - first, group)
+    inside = tile % span
+    return first + inside % size, inside // size
+
+
+@gluon.jit
+def tap_range(
+    o, rho, I, R, pad, u, dil, span, BACKWARD: gl.constexpr, UNIT: gl.constexpr, FLIP: gl.constexpr
+):
+    """The taps that a patch needs along one axis: (first input coordinate, first tap, tap step,
+    begin, end); tap number j in [begin, end) reads from coordinate first + j * dil, filter
+    element tap + j * step. Taps whose rows lie wholly in the padding are left out.
+
+    The patch is `span` outputs from o, of the residue rho modulo the stride u in a backward pass
+    (input h = o * u + rho meets the taps r with (h + pad - r * dil) % u == 0).
+    """
+    if UNIT:
+        n = R
+        step = 1
+        extent = span
+        if BACKWARD:
+            base = o + pad - (R - 1)
+            tap = R - 1
+            step = -1
+        else:
+            base = o - pad
+            tap = 0
+        begin = gl.maximum(1 - base - extent, 0)
+        end = gl.minimum(n, gl.maximum(I - base, 0))
+    else:
+        if BACKWARD:
+            r0 = (rho + pad) % u
+            n = gl.maximum(R - r0 + u - 1, 0) // u
+            base = o + (rho + pad) // u - (n - 1) * dil
+            tap = r0 + (n - 1) * u
+            step = -u
+            extent = span
+        else:
+            n = R
+            base = o * u - pad
+            tap = 0
+            step = 1
+            extent = (span - 1) * u + 1
+        begin = gl.maximum(dil - base - extent, 0) // dil
+        end = gl.minimum(n, gl.maximum(I - 1 - base + dil, 0) // dil)
+    if FLIP:
+        tap = R - 1 - tap
+        step = -step
+    return base, tap, step, begin, gl.maximum(end, begin)
