@@ -15,7 +15,7 @@ anyway.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -25,6 +25,7 @@ from bedstone.backends.cpu.builder import Call, Int, KernelBuilder, itemsize
 from bedstone.backends.cpu.irtypes import I32, VOID
 from bedstone.backends.cpu.kernel import CompiledKernel, compiled
 from bedstone.backends.cpu.target import Target
+from bedstone.backends.cpu.tiles import Tile
 from bedstone.backends.cpu.values import Float, IntLike, MaskLike
 from bedstone.plan.algorithm import Algorithm
 from bedstone.plan.config import get_num_threads
@@ -41,9 +42,6 @@ LEAST_UNIT_ELEMENTS = 4 * 1024
 UNITS_WANTED = 32
 TASKS_PER_THREAD = 1
 TASKS_PER_THREAD_LARGE = 4
-# Positions along the row that one transposed tile covers: rows of 512 bytes and more keep the
-# writes long, and the buffer of one vector by this many elements stays in the first-level cache.
-TILE_ROW = 128
 SHORT_ROW = 4  # vectors; a shorter row is not worth aligning
 # The time model: what a core copies (EPYC, 2 threads: 50 GB/s together), and a call's start.
 BYTES_PER_SECOND = 25e9
@@ -101,23 +99,38 @@ def collapse(descs: Sequence[TensorDesc]) -> Nest:
     return Nest(tuple(dims), tuple(zip(*merged)), tuple(offsets))
 
 
+def column_inputs(nest: Nest, inputs: Iterable[int]) -> tuple[int, list[int]]:
+    """(axis, those of the inputs that are contiguous along this axis and neither contiguous nor
+    constant along the row). The axis that most of them share is taken."""
+    wanted: dict[int, list[int]] = {}
+    for operand in inputs:
+        *outer, row = nest.strides[operand]
+        for axis, stride in enumerate(outer):
+            if stride == 1 and row not in (0, 1):
+                wanted.setdefault(axis, []).append(operand)
+    if not wanted:
+        return 0, []
+    axis = max(wanted, key=lambda a: (len(wanted[a]), nest.dims[a]))
+    return axis, wanted[axis]
+
+
 def emit_map(
     k: KernelBuilder,
     call: Call,
     inputs: Sequence[Stream],
     outputs: Sequence[Stream],
     body: Body,
-    blended: bool = True,
+    blend: str = "alpha beta",
 ) -> None:
     """Emit the parallel phase that computes every output from the inputs.
 
     `body(k, values)` gets one value an input (vectors in the registers' type of the widest
-    dtype) and returns one an output. All operands have the same dims. Without `blended`, alpha
-    and beta are left alone; integer outputs are never blended.
+    dtype) and returns one an output. All operands have the same dims. `blend` names the factors
+    that apply: "alpha beta", "alpha" or ""; integer outputs are stored as they are.
     """
     if outputs[0].desc.size == 0:
         return
-    _Map(k, call, inputs, outputs, body, blended).emit()
+    _Map(k, call, inputs, outputs, body, blend).emit()
 
 
 class _Map:
@@ -130,9 +143,10 @@ class _Map:
         inputs: Sequence[Stream],
         outputs: Sequence[Stream],
         body: Body,
-        blended: bool,
+        blend: str,
     ) -> None:
-        self.k, self.call, self.body, self.blended = k, call, body, blended
+        self.k, self.call, self.body = k, call, body
+        self.scaled, self.blended = "alpha" in blend, "beta" in blend
         self.streams = [*inputs, *outputs]
         self.ins = len(inputs)
         self.dtypes = [s.desc.dtype.value for s in self.streams]
@@ -143,6 +157,10 @@ class _Map:
         self.columns: list[int] = []  # the inputs that go through a transposed tile
         self._find_columns()
         self.inner = len(self.nest.dims) - 1
+        if self.columns:
+            self.tile = Tile(
+                k, self.nest.dims, self.nest.strides, self.columns, self.dtypes, self.compute
+            )
         self.split, self.chunk = self._choose_units()
         self.contiguous = self.nest.strides[-1][-1] == 1  # the last output, along the row
         total = sum(s.desc.nbytes for s in self.streams if s.address)
@@ -152,25 +170,17 @@ class _Map:
 
     def _find_columns(self) -> None:
         """Inputs contiguous along another axis than the row; that axis goes next to the row."""
-        dims, strides = self.nest.dims, self.nest.strides
-        wanted: dict[int, list[int]] = {}
-        for operand in range(self.ins):
-            row = strides[operand][-1]
-            if self.streams[operand].address is not None and row not in (0, 1):
-                for axis in range(len(dims) - 1):
-                    if strides[operand][axis] == 1:
-                        wanted.setdefault(axis, []).append(operand)
-        if not wanted:
-            return
-        axis = max(wanted, key=lambda a: (len(wanted[a]), dims[a]))
-        if dims[-1] * dims[axis] < self.lanes:
+        dims = self.nest.dims
+        inputs = [i for i in range(self.ins) if self.streams[i].address is not None]
+        axis, columns = column_inputs(self.nest, inputs)
+        if not columns or dims[-1] * dims[axis] < self.lanes:
             return
         order = [a for a in range(len(dims) - 1) if a != axis] + [axis, len(dims) - 1]
-        self.columns = wanted[axis]
+        self.columns = columns
         self.nest = replace(
             self.nest,
             dims=tuple(dims[a] for a in order),
-            strides=tuple(tuple(s[a] for a in order) for s in strides),
+            strides=tuple(tuple(s[a] for a in order) for s in self.nest.strides),
         )
 
     def _choose_units(self) -> tuple[int, int]:
@@ -191,6 +201,9 @@ class _Map:
         chunk = max(1, target // inside)
         if axis == inner or (self.columns and axis == inner - 1):
             chunk = -(-chunk // self.lanes) * self.lanes
+            if self.columns:
+                step = self.tile.length if axis == inner else self.tile.columns
+                chunk = -(-chunk // step) * step
         return axis, min(chunk, dims[axis])
 
     @property
@@ -209,7 +222,8 @@ class _Map:
         else:
             wanted = TASKS_PER_THREAD_LARGE if self.large else TASKS_PER_THREAD
             tasks = k.min(k.max(threads, 1) * wanted, units)
-        with k.parallel(tasks, threads, self._tile_bytes() * len(self.columns)) as job:
+        scratch = self.tile.bytes * len(self.columns) if self.columns else 0
+        with k.parallel(tasks, threads, scratch) as job:
             self.tiles = job.scratch
             self._factors()
             with job.each_task() as task:
@@ -243,8 +257,9 @@ class _Map:
     def _factors(self) -> None:
         """alpha and beta as vectors of the type computed in."""
         model = self.k.constant(0.0, self.compute, self.lanes)
-        if self.blended:
+        if self.scaled:
             self.alpha = self.k.cast(self.call.alpha, model)
+        if self.blended:
             self.beta = self.k.cast(self.call.beta, model)
 
     def _versions(self, addresses: list[IntLike], bounds: list[Any]) -> None:
@@ -252,10 +267,11 @@ class _Map:
         k = self.k
 
         def fresh() -> None:
-            if not self.large:
-                self._axes(addresses, self.outer, bounds)
+            in_place = self._in_place()
+            if not self.large or in_place is False:
+                self._axes(addresses, self.outer, bounds, streaming=self.large)
                 return
-            with k.if_else(self._in_place()) as (in_place, apart):
+            with k.if_else(in_place) as (in_place, apart):
                 with in_place:
                     self._axes(addresses, self.outer, bounds)
                 with apart:
@@ -305,12 +321,6 @@ class _Map:
             with self.k.loop(*bounds[axis], at_least_once=True) as i:
                 self._axes(self._step(addresses, axis, i), axis + 1, bounds, *how)
 
-    def _tile_row(self) -> int:
-        return min(TILE_ROW, -(-self.nest.dims[self.inner] // self.lanes) * self.lanes)
-
-    def _tile_bytes(self) -> int:
-        return self._tile_row() * self.lanes * itemsize(self.compute)
-
     def _tiles(
         self,
         addresses: Sequence[IntLike],
@@ -319,46 +329,35 @@ class _Map:
         blending: bool,
         streaming: bool,
     ) -> None:
-        """Blocks of one vector of columns by a piece of row: transpose, then row by row."""
-        k, lanes, inner, length = self.k, self.lanes, self.inner, self._tile_row()
-        row_bytes = length * itemsize(self.compute)
+        """Blocks of columns by pieces of row: transpose the column inputs, then row by row (or,
+        where the rows of a block lie one after another everywhere, as one long row)."""
+        k, inner, tile = self.k, self.inner, self.tile
         with (
-            k.loop(*row_bounds, length, at_least_once=True) as i,
-            k.loop(*column_bounds, lanes, at_least_once=True) as j,
+            k.loop(*row_bounds, tile.length, at_least_once=True) as i,
+            k.loop(*column_bounds, tile.columns, at_least_once=True) as j,
         ):
-            even = self.nest.dims[inner] % length == 0
-            even = even and (self.split != inner or self.chunk % length == 0)
-            count = length if even else k.min(row_bounds[1] - i, length)
-            full = self.nest.dims[inner - 1] % lanes == 0
-            columns = lanes if full else k.min(column_bounds[1] - j, lanes)
+            count = self._piece(inner, i, row_bounds[1], tile.length)
+            columns = self._piece(inner - 1, j, column_bounds[1], tile.columns)
             corner = self._step(self._step(addresses, inner, i), inner - 1, j)
-            for number, operand in enumerate(self.columns):
-                tile = self.tiles + number * self._tile_bytes()
-                self._transpose(operand, corner[operand], tile, count, columns)
+            tiles = [self.tiles + n * tile.bytes for n in range(len(self.columns))]
+            for operand, address in zip(self.columns, tiles):
+                tile.fill(operand, corner[operand], address, count, columns)
+                corner[operand] = address
+            if tile.whole:
+                self._row(corner, columns * tile.length, blending, streaming)
+                return
             with k.loop(0, columns, at_least_once=True) as column:
                 row = self._step(corner, inner - 1, column)
-                for number, operand in enumerate(self.columns):
-                    row[operand] = self.tiles + number * self._tile_bytes() + column * row_bytes
+                for operand, address in zip(self.columns, tiles):
+                    row[operand] = address + column * (tile.length * tile.width)
                 self._row(row, count, blending, streaming)
 
-    def _transpose(
-        self, operand: int, address: IntLike, tile: Int, count: IntLike, columns: IntLike
-    ) -> None:
-        """Bring `count` row positions of `columns` columns into the tile, row-major."""
-        k, lanes = self.k, self.lanes
-        dtype, size, width = self.dtypes[operand], self.sizes[operand], itemsize(self.compute)
-        step = self.nest.strides[operand][-1] * size
-        mask = k.first_lanes(columns, lanes)
-        model = k.constant(0.0, self.compute, lanes)
-        with k.loop(0, count, lanes, at_least_once=True) as block:
-            # Positions past the end read the last one again; nobody reads their results.
-            positions = [k.min(block + r, count - 1) for r in range(lanes)]
-            block_rows = [
-                k.cast(k.load(address + p * step, dtype, lanes, mask=mask), model)
-                for p in positions
-            ]
-            for r, vector in enumerate(transposed(k, block_rows)):
-                k.store(vector, tile + block * width, self.compute, r * self._tile_row() * width)
+    def _piece(self, axis: int, start: IntLike, stop: IntLike, step: int) -> IntLike:
+        """The length of a block: `step`, or what is left."""
+        even = self.nest.dims[axis] % step == 0
+        if even and (self.split != axis or self.chunk % step == 0):
+            return step
+        return self.k.min(stop - start, step)
 
     def _row(
         self, addresses: Sequence[IntLike], count: IntLike, blending: bool, streaming: bool
@@ -366,12 +365,12 @@ class _Map:
         """One row: whole vectors from where the output is aligned, one masked vector each end."""
         k, lanes = self.k, self.lanes
         sources = [self._source(i, addresses[i]) for i in range(self.ins)]
-        how = (blending, streaming)
-        if isinstance(count, int) and count < SHORT_ROW * lanes or not self.contiguous:
+        short = isinstance(count, int) and count < SHORT_ROW * lanes
+        if short or not self.contiguous:  # not worth aligning: no streaming
             whole = count - count % lanes
             if not isinstance(whole, int) or whole:
                 with k.loop(0, whole, lanes) as i:
-                    self._vector(addresses, sources, i, None, *how)
+                    self._vector(addresses, sources, i, None, blending, False)
             if not isinstance(count, int) or count % lanes:
                 with k.if_(count % lanes > 0):
                     mask = k.first_lanes(count % lanes, lanes)
@@ -381,7 +380,7 @@ class _Map:
         head = k.min((0 - addresses[-1] // size) % lanes, count)
         tail = (count - head) % lanes
         with k.loop(head, count - tail, lanes) as i:
-            self._vector(addresses, sources, i, None, *how)
+            self._vector(addresses, sources, i, None, blending, streaming)
         with k.loop(0, 2) as end:
             length = k.select(end.eq(0), head, tail)
             with k.if_(length > 0):
@@ -434,7 +433,7 @@ class _Map:
             stride = self.nest.strides[operand][-1]
             address = addresses[operand] + i * (stride * size)
             offsets = None if stride == 1 else k.iota(self.lanes) * (stride * size)
-            if self.blended and isinstance(value, Float):
+            if self.scaled and isinstance(value, Float):
                 value = value * self.alpha
                 if blending:
                     old = self._load_output(address, offsets, dtype, mask)
@@ -459,21 +458,6 @@ class _Map:
     @staticmethod
     def _register_type(dtype: str) -> str:
         return "float64" if dtype == "float64" else "float32"
-
-
-def transposed(k: KernelBuilder, rows: Sequence[Float]) -> list[Float]:
-    """The transpose of n vectors of n lanes: blocks off the diagonal change places, halving."""
-    rows, n = list(rows), len(rows)
-    half = n // 2
-    while half:
-        low = [lane if not lane & half else n + lane - half for lane in range(n)]
-        high = [lane + half if not lane & half else n + lane for lane in range(n)]
-        for r in range(n):
-            if not r & half:
-                a, b = rows[r], rows[r + half]
-                rows[r], rows[r + half] = k.shuffle(a, b, low), k.shuffle(a, b, high)
-        half //= 2
-    return rows
 
 
 def store_streaming(k: KernelBuilder, value: Any, address: IntLike, dtype: str) -> None:
