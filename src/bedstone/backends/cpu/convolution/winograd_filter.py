@@ -330,6 +330,7 @@ class WinogradFilter(Algorithm):
     """cpu:winograd_3x3_2x2."""
 
     name = "cpu:winograd_3x3_2x2"
+    error_scale = "tile"
 
     def supports(self, problem: Problem, device: Device) -> str | None:
         if not isinstance(problem, ConvolutionProblem) or problem.direction != "backward_filter":
