@@ -45,6 +45,7 @@ class Failure:
     """A case that fails, as small as it could be made, and what happens."""
 
     case: Case
+    check: str
     message: str
 
     def __str__(self) -> str:
@@ -89,7 +90,7 @@ def failure_of(case: Case, handle: Handle) -> Failure | None:
         backend = case.algorithm.split(":", 1)[0]
         if gaps.gap_of(case, gaps.load(backend)) is not None:
             return None
-        return Failure(case, str(mismatch))
+        return Failure(case, mismatch.check, str(mismatch))
     return None
 
 
@@ -100,8 +101,14 @@ def check(problem: Problem, handle: Handle, algorithm: str = "") -> list[Failure
     for case in cases_of(problem, handle.device, algorithm):
         failure = failure_of(case, own)
         if failure is not None:
-            found.append(shrunk(failure, lambda smaller: failure_of(smaller, own)))
+            found.append(shrunk(failure, lambda smaller: _fails(smaller, own)))
     return found
+
+
+def _fails(case: Case, handle: Handle) -> Failure | None:
+    """The failure of a smaller case; None also where its algorithm does not take it."""
+    taken = case.algorithm in takers(case.problem, handle.device)
+    return failure_of(case, handle) if taken else None
 
 
 def drawn(primitives: tuple[str, ...], seed: int) -> Iterator[Problem]:

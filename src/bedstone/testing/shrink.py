@@ -20,12 +20,16 @@ class Failing(Protocol):
     @property
     def case(self) -> Case: ...
 
+    @property
+    def check(self) -> str: ...
+
 
 F = TypeVar("F", bound=Failing)
 
 
 def shrunk(failure: F, attempt: Callable[[Case], F | None]) -> F:
-    """The failure of the smallest problem found. `attempt` runs a case: its failure, or None."""
+    """The failure of the smallest problem found that fails at the same check. `attempt` runs a
+    case: its failure, or None."""
     tries = TRIES
     progress = True
     while progress and tries > 0:
@@ -34,7 +38,7 @@ def shrunk(failure: F, attempt: Callable[[Case], F | None]) -> F:
         for problem in simpler(case.problem):
             tries -= 1
             found = attempt(dataclasses.replace(case, problem=problem))
-            if found is not None:
+            if found is not None and found.check == failure.check:
                 failure, progress = found, True
                 break
             if tries <= 0:

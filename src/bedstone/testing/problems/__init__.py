@@ -49,9 +49,10 @@ def draw(primitive: str, random: np.random.Generator) -> Problem:
 
 
 def draw_distinct(primitive: str, count: int, seed: int) -> list[Problem]:
-    """So many different problems, the same ones for the same seed."""
+    """So many problems of different lines, the same ones for the same seed."""
     random = np.random.default_rng(seed)
-    found: dict[Problem, None] = {}
+    found: dict[str, Problem] = {}
     while len(found) < count:
-        found[draw(primitive, random)] = None
-    return list(found)
+        problem = draw(primitive, random)
+        found[str(problem)] = problem
+    return list(found.values())

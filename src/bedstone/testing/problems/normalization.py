@@ -134,7 +134,9 @@ def meaning(problem: Problem, found: dict[str, Array], random: np.random.Generat
             found[name] = np.abs(found[name])
     if problem.direction == "backward" and isinstance(problem, NormalizationProblem):
         x = TensorDesc.packed(problem.x.dims, problem.x.dtype)
-        forward = dataclasses.replace(problem, direction="training", x=x, y=x, saved=x)
+        forward = dataclasses.replace(
+            problem, direction="training", x=x, y=x, saved=x, statistics=True
+        )
         inputs = {o.name: found.get(o.name, np.zeros(o.desc.dims)) for o in forward.inputs}
         computed = forward.reference(inputs)
         with np.errstate(all="ignore"):
