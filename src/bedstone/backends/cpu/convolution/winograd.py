@@ -147,6 +147,22 @@ class Geometry:
     panels: int  # NV-wide panels of target channels
     group: int  # panels whose transformed filters exist at one time
     splits: int  # tasks that share a block of patches, each with its own panels
+    window: tuple[int, int] = (FILTER, FILTER)
+    chunk: int = 1  # 3x3 pieces of a larger window whose channels one product sums
+
+    @property
+    def pieces(self) -> tuple[int, int]:
+        """3x3 pieces of the window, down and across."""
+        return -(-self.window[0] // FILTER), -(-self.window[1] // FILTER)
+
+    @property
+    def chunks(self) -> int:
+        return self.pieces[0] * self.pieces[1] // self.chunk
+
+    @property
+    def depth(self) -> int:
+        """Products that one call of the micro-kernel sums."""
+        return self.chunk * self.source.channels
 
     @property
     def edge(self) -> int:
@@ -177,7 +193,7 @@ class Geometry:
     @property
     def patch_row(self) -> int:
         """Bytes between patches in scratch: the source channels, and a line more."""
-        return (-(-self.source.channels // self.lanes) + 1) * self.lanes * self.size
+        return (-(-self.depth // self.lanes) + 1) * self.lanes * self.size
 
     @property
     def patch_plane(self) -> int:
@@ -194,11 +210,11 @@ class Geometry:
     @property
     def panel_plane(self) -> int:
         """Bytes of one transform point of one panel of filters."""
-        return self.source.channels * self.width * self.size + ODD_LINE
+        return self.depth * self.width * self.size + ODD_LINE
 
     @property
     def panel_bytes(self) -> int:
-        return self.points * self.panel_plane
+        return self.chunks * self.points * self.panel_plane
 
     @property
     def scratch(self) -> int:
@@ -229,7 +245,8 @@ def geometry(problem: ConvolutionProblem, m: int, target: Target) -> Geometry:
     source, destination = image(problem.x), image(problem.y)
     if problem.direction == "backward_data":
         source, destination, flip, wk, wc = destination, source, not flip, wc, wk
-        pad = (FILTER - 1 - pad[0], FILTER - 1 - pad[1])
+        window = problem.w.dims[2:]
+        pad = (window[0] - 1 - pad[0], window[1] - 1 - pad[1])
     tiles = -(-destination.height // m) * -(-destination.width // m)
     patches = problem.x.dims[0] * tiles
     vectors, rows = micro_tile(target, destination.channels, lanes, patches)
@@ -336,8 +353,8 @@ class Emitter:
                 for xi, value in enumerate(itertools.chain(*square)):
                     k.store(value, row + channel * g.size, g.accumulator, offset=xi * g.patch_plane)
 
-    def _products(self, v: Any, u: Any, products: Any, count: Any) -> None:
-        """products[point][patch][width] = v[point] @ u[point] for one panel."""
+    def _products(self, v: Any, u: Any, products: Any, count: Any, add: Any = 0) -> None:
+        """products[point][patch][width] = (or += where `add`) v[point] @ u[point] for a panel."""
         k, g = self.k, self.g
         blocks = (count + (g.rows - 1)) // g.rows
         with k.loop(0, g.points) as xi, k.loop(0, blocks, at_least_once=True) as q:
@@ -346,12 +363,13 @@ class Emitter:
                 v + xi * g.patch_plane + q * (g.rows * g.patch_row),
                 u + xi * g.panel_plane,
                 products + xi * g.product_plane + q * (g.rows * g.product_row),
+                add,
             )
 
     def _product(self, name: str) -> None:
         """The micro-kernel: `rows` patches by `vectors` vectors of channels, over all channels."""
         k, g = self.k, self.g
-        with k.function(name, I64, I64, I64) as (a, b, out):
+        with k.function(name, I64, I64, I64, I64) as (a, b, out, add):
             zero = k.constant(0.0, g.accumulator, g.lanes)
             sums = [[k.variable(zero) for _ in range(g.vectors)] for _ in range(g.rows)]
 
@@ -373,16 +391,24 @@ class Emitter:
                             sums[i][j].set(k.fma(x, wide[j], sums[i][j].value))
 
             unroll = 4
-            whole = g.source.channels // unroll * unroll
+            whole = g.depth // unroll * unroll
             if whole:
                 with k.loop(0, whole, unroll) as c:
                     step(c, unroll)
-            for c in range(whole, g.source.channels):
+            for c in range(whole, g.depth):
                 step(c, 1)
-            for i in range(g.rows):
-                for j in range(g.vectors):
-                    offset = i * g.product_row + j * g.lanes * g.size
-                    k.store(sums[i][j].value, out, g.accumulator, offset=offset)
+            places = [
+                (sums[i][j], i * g.product_row + j * g.lanes * g.size)
+                for i in range(g.rows)
+                for j in range(g.vectors)
+            ]
+            if g.chunks > 1:
+                with k.if_(add.ne(0)):
+                    for total, offset in places:
+                        old = k.load(out, g.accumulator, g.lanes, offset=offset)
+                        total.set(old + total.value)
+            for total, offset in places:
+                k.store(total.value, out, g.accumulator, offset=offset)
 
 
 class Winograd(Algorithm):

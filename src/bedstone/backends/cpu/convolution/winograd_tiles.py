@@ -114,20 +114,24 @@ class TileReader:
         self.k, self.g, self.zeros = k, g, zeros
         self.by_channel = g.source.strides[1] == itemsize(g.dtype)
 
-    def each_block(self, source: Any, t: Any) -> Iterator[tuple[Any, list[list[Any]]]]:
+    def each_block(
+        self, source: Any, t: Any, shift: Any = (0, 0), farthest: tuple[int, int] = (0, 0)
+    ) -> Iterator[tuple[Any, list[list[Any]]]]:
         """(first channel, patch) for every vector of channels of patch number t, once in code for
-        patches inside the image and once for those at its border."""
+        patches inside the image and once for those at its border. The patch is moved down and
+        right by `shift`, which is `farthest` at most."""
         k, g = self.k, self.g
         rows, columns = g.tiles
         inside_image = t % (rows * columns)
-        i0 = k.as_int(inside_image // columns * g.m - g.pad[0])
-        j0 = k.as_int(inside_image % columns * g.m - g.pad[1])
+        i0 = k.as_int(inside_image // columns * g.m - g.pad[0] + shift[0])
+        j0 = k.as_int(inside_image % columns * g.m - g.pad[1] + shift[1])
         sn, _, sh, sw = g.source.strides
         base = source + t // (rows * columns) * sn + i0 * sh + j0 * sw
         height, width = g.source.height, g.source.width
         # Channels-first rows are read by whole quads.
         reach = g.edge if self.by_channel else max(g.edge, QUAD)
-        below, right = (rows - 1) * g.m + g.edge, (columns - 1) * g.m + reach
+        below = (rows - 1) * g.m + g.edge + farthest[0]
+        right = (columns - 1) * g.m + reach + farthest[1]
         if not any(g.pad) and below <= height and right <= width:
             yield from self._blocks(base, i0, j0, border=False)
             return
@@ -395,27 +399,19 @@ class TileWriter:
         k, g = self.k, self.g
         wk, wc, wr, ws = g.filter_strides
         _, sc, sh, sw = g.source.strides
-        size = range(g.edge - g.m + 1)
-        with k.loop(0, g.source.channels) as c:
-            patch = []
-            for i in range(g.edge):
-                row = []
-                for j in range(g.edge):
-                    y, x = i0 + (i - g.pad[0]), j0 + (j - g.pad[1])
+        height, width = g.window
+        with (
+            k.loop(0, g.source.channels) as c,
+            k.loop(0, height) as r,
+            k.loop(0, width) as s,
+        ):
+            rr, ss = (height - 1 - r, width - 1 - s) if g.flip else (r, s)
+            address = w + channel * wk + c * wc + rr * wr + ss * ws
+            tap = k.gather(address, k.iota(g.lanes) * wk, g.dtype, mask)
+            for i in range(g.m):
+                for j in range(g.m):
+                    y, x = i0 + r + (i - g.pad[0]), j0 + s + (j - g.pad[1])
                     inside = y.below(g.source.height) & x.below(g.source.width)
-                    address = k.select(inside, source + c * sc + y * sh + x * sw, zeros)
-                    row.append(k.splat(k.load(address, g.dtype), g.lanes))
-                patch.append(row)
-            lanes = k.iota(g.lanes) * wk
-            for r in size:
-                for s in size:
-                    rr, ss = (2 - r, 2 - s) if g.flip else (r, s)
-                    address = w + channel * wk + c * wc + (rr * wr + ss * ws)
-                    if isinstance(lanes, int):
-                        tap = k.splat(k.load(address, g.dtype), g.lanes)
-                    else:
-                        tap = k.gather(address, lanes, g.dtype, mask)
-                    for i in range(g.m):
-                        for j in range(g.m):
-                            term = k.fma(patch[i + r][j + s], tap, sums[i][j].value)
-                            sums[i][j].set(term)
+                    pixel = k.select(inside, source + c * sc + y * sh + x * sw, zeros)
+                    value = k.splat(k.load(pixel, g.dtype), g.lanes)
+                    sums[i][j].set(k.fma(value, tap, sums[i][j].value))
