@@ -14,7 +14,7 @@ from bedstone.plan.config import config, get_num_threads, set_num_threads
 from bedstone.plan.device import Device
 from bedstone.plan.handle import Handle, default_handle
 from bedstone.plan.plan import Plan
-from bedstone.plan.registry import backends
+from bedstone.plan.registry import backends as backend_names
 from bedstone.spec.activation import ActivationDesc, ActivationProblem
 from bedstone.spec.convolution import (
     BiasGradientProblem,
@@ -58,7 +58,7 @@ __all__ = [
     "__version__",
     "activation",
     "activation_backward",
-    "backends",
+    "backend_names",
     "config",
     "convolution",
     "convolution_backward_bias",

@@ -47,9 +47,15 @@ def backend_missing(name: str) -> str | None:
 
 @functools.cache
 def algorithms_of(backend: str, primitive: str) -> tuple[Algorithm, ...]:
-    """The backend's ALGORITHMS for the primitive, () if it has none."""
-    if backend_missing(backend) is not None:
-        return ()
+    """The backend's ALGORITHMS for the primitive; () if it has none or cannot be used here."""
+    return () if backend_missing(backend) is not None else every_algorithm(backend, primitive)
+
+
+def every_algorithm(backend: str, primitive: str) -> tuple[Algorithm, ...]:
+    """The backend's ALGORITHMS for the primitive, also where its device is not at hand.
+
+    Raises ImportError where its kernel language is not installed.
+    """
     module = f"{_packages()[backend]}.{primitive}"
     if importlib.util.find_spec(module) is None:
         return ()

@@ -17,3 +17,15 @@ def missing() -> str | None:
     if importlib.util.find_spec("llvmlite") is None:
         return "the package llvmlite is not installed"
     return None
+
+
+def describe() -> str:
+    """What kernels are compiled for, in words."""
+    from bedstone.backends.cpu.target import KIB, Target
+
+    target = Target.current()
+    caches = " / ".join(f"{n // KIB}" for n in (target.l1_bytes, target.l2_bytes, target.l3_bytes))
+    return (
+        f"{target.cpu}: {target.vector_registers} registers of {8 * target.vector_bytes} bits, "
+        f"caches {caches} KiB"
+    )

@@ -8,10 +8,12 @@ from bedstone.backends.cpu.convolution.depthwise import Depthwise
 from bedstone.backends.cpu.convolution.depthwise_filter import DepthwiseFilter
 from bedstone.backends.cpu.convolution.implicit_gemm import ImplicitGemm
 from bedstone.backends.cpu.convolution.winograd_filter import WinogradFilter
+from bedstone.backends.cpu.convolution.winograd_nested import NestedWinograd
 
 ALGORITHMS = (
     *winograd.ALGORITHMS,
     WinogradFilter(),
+    NestedWinograd(),
     Depthwise(),
     DepthwiseFilter(),
     ImplicitGemm(),
