@@ -38,8 +38,9 @@ def hook(primitive: str, name: str) -> Callable[..., Any] | None:
 
 
 def curated(primitive: str) -> list[Problem]:
-    """The hand-picked problems of a primitive, each once."""
-    return list(dict.fromkeys(_module(primitive).curated()))
+    """The hand-picked problems of a primitive, each line once."""
+    found: list[Problem] = _module(primitive).curated()
+    return list({str(problem): problem for problem in found}.values())
 
 
 def draw(primitive: str, random: np.random.Generator) -> Problem:

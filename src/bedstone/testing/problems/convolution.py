@@ -62,6 +62,8 @@ SHAPES = (
     "n2c3w17k5s3p1",  # one axis
     "n1c16w40k16s5pA",
     "n2c3w9k4s3l2u2g1",
+    "n1c32h7w9k33r5s4p2",  # windows that nested transforms cut into pieces
+    "n1c34h6k36r7p3",
     "n1c3d5h6w7k4t3r3s3p1",  # three axes
     "n2c4d4h4w4k6t2r2s2u2g2",
     "n1c2d6h5w4k3t1r3s2lh2",
@@ -196,7 +198,7 @@ def _window(axes: int, random: np.random.Generator) -> tuple[ConvolutionDesc, tu
     """Half of the windows are the ones of known networks (1x1, 3x3), half are anything."""
     mode = "convolution" if random.random() < 0.12 else "cross_correlation"
     if random.random() < 0.5:
-        size = int(random.choice((1, 3, 5), p=(0.3, 0.6, 0.1)))
+        size = int(random.choice((1, 3, 5, 7), p=(0.28, 0.57, 0.1, 0.05)))
         pad = size // 2 if random.random() < 0.7 else 0
         stride = 1 if random.random() < 0.75 else 2
         return ConvolutionDesc.of(axes, pad, stride, 1, 1, mode), (size,) * axes
