@@ -11,18 +11,13 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from bedstone.backends.triton import launch, walk
-from bedstone.backends.triton.convolution import tiles
+from bedstone.backends.triton import chips, launch, walk
 from bedstone.backends.triton.pointwise import activate, derivative
 from bedstone.backends.triton.walk import tile_mask, tile_offsets
 from bedstone.plan.algorithm import Algorithm, Kernel
 from bedstone.plan.device import Device
 from bedstone.spec.activation import ActivationProblem
 from bedstone.spec.problem import Problem
-
-MAX_PROGRAMS = 2**31 - 1
-LAUNCH_SECONDS = 3e-6
-EFFICIENCY = 0.85  # of the chip's copy bandwidth
 
 
 @triton.jit
@@ -70,14 +65,10 @@ class Pointwise(Algorithm):
     def supports(self, problem: Problem, device: Device) -> str | None:
         if not isinstance(problem, ActivationProblem):
             return "it computes activations"
-        programs = walk.walk([o.desc for o in problem.operands]).programs
-        if programs > MAX_PROGRAMS:
-            return f"needs {programs} programs; a grid has at most {MAX_PROGRAMS}"
-        return None
+        return walk.too_many(walk.walk([o.desc for o in problem.operands]))
 
     def estimate(self, problem: Problem, device: Device) -> float:
-        chip = tiles.chip_of(device.architecture)
-        return LAUNCH_SECONDS + problem.bytes / (EFFICIENCY * chip.bandwidth)
+        return chips.move_seconds(problem.bytes, device.architecture)
 
     def build(self, problem: Problem, device: Device) -> Kernel:
         if not isinstance(problem, ActivationProblem):

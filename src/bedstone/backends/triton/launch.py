@@ -105,7 +105,8 @@ class TensorMap:
     @property
     def type(self) -> str:
         """Triton's type of the argument."""
-        return f"tensordesc<{compile.ELEMENT[self.dtype]}{list(self.seen or self.box)},{self.layout!r}>"
+        box = list(self.seen or self.box)
+        return f"tensordesc<{compile.ELEMENT[self.dtype]}{box},{self.layout!r}>"
 
 
 Argument = Pointer | Scratch | Scalar | Integers | Factor | TensorMap

@@ -67,6 +67,24 @@ def log1p(z):
 
 
 @triton.jit
+def log(x):
+    """log of x >= 0 within 2 units in the last place, near 1 too."""
+    if x.dtype == tl.float64:
+        return tl.log(x)
+    bits = x.to(tl.int32, bitcast=True)
+    e = (bits - 0x3F3504F3) >> 23  # x = 2^e f with f from sqrt(1/2) to sqrt(2)
+    f = (bits - (e << 23)).to(tl.float32, bitcast=True)
+    s = (f - 1) / (f + 1)
+    t = s * s
+    p = 1.0 / 11 + 0 * t
+    for i in tl.static_range(5):
+        p = 1.0 / (9 - 2 * i) + t * p
+    n = e.to(tl.float32)
+    near = n * LN2_HIGH + (2 * s * p + n * LN2_LOW)
+    return tl.where(x == 0, float("-inf"), tl.where((x == float("inf")) | (x != x), x, near))
+
+
+@triton.jit
 def tanh(x):
     """(e^2x - 1) / (e^2x + 1), from expm1(-2|x|)."""
     e = expm1(-2 * tl.abs(x))

@@ -23,6 +23,7 @@ OUTER = 6  # outer axes: with the two of a tile, tensors of rank 8
 TILE = 4096  # elements of a tile: 32 a thread of 128, in 16-byte words
 SIDE = 64  # of a tile that is transposed: both sides read whole 128-byte lines of 16-bit data
 WARPS = 4
+MAX_PROGRAMS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def walk(descs: Sequence[TensorDesc]) -> Walk:
     """The walk over tensors of equal dims, the output last. Raises nothing: any strides do."""
     rows = [(d, tuple(t.strides[i] for t in descs)) for i, d in enumerate(descs[-1].dims) if d != 1]
     rows.sort(key=lambda row: -abs(row[1][-1]))
-    axes = _merged(rows)
+    axes = merged(rows)
     b = axes.pop() if axes else (1, (0,) * len(descs))
     a = axes.pop(_partner(axes, b)) if axes else (1, (0,) * len(descs))
     transposed = any(abs(s) == 1 and abs(t) != 1 for s, t in zip(a[1], b[1]))
@@ -84,12 +85,19 @@ def walk(descs: Sequence[TensorDesc]) -> Walk:
     )
 
 
+def too_many(over: Walk) -> str | None:
+    """The reason to decline a walk of more programs than a grid has, or None."""
+    if over.programs > MAX_PROGRAMS:
+        return f"needs {over.programs} programs; a grid has at most {MAX_PROGRAMS}"
+    return None
+
+
 def _extent(desc: TensorDesc) -> int:
     low, high = desc.offset_range()
     return high - low
 
 
-def _merged(rows: list[tuple[int, tuple[int, ...]]]) -> list[tuple[int, tuple[int, ...]]]:
+def merged(rows: list[tuple[int, tuple[int, ...]]]) -> list[tuple[int, tuple[int, ...]]]:
     """Neighbouring axes joined where in every operand the outer steps over the whole inner."""
     axes: list[tuple[int, tuple[int, ...]]] = []
     for dim, strides in rows:
@@ -161,3 +169,23 @@ def tile_mask(A, B, BA: tl.constexpr, BB: tl.constexpr, WIDE: tl.constexpr):
     """[BA, BB]: True inside the tensor."""
     _, a, b = tile_indices(A, B, BA, BB, WIDE)
     return (a < A)[:, None] & (b < B)[None, :]
+
+
+@triton.jit
+def strip(pid, C, W, N, CHANNELS_LAST: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr):
+    """(image, channel, column, inside) of a program's strip, shaped to broadcast to [BA, BB]."""
+    a = tl.arange(0, BA)[:, None]
+    b = tl.arange(0, BB)[None, :]
+    if CHANNELS_LAST:
+        blocks = tl.cdiv(C, BB)
+        channel = (pid % blocks) * BB + b
+        pid = pid // blocks
+        spans = tl.cdiv(W, BA)
+        column = (pid % spans) * BA + a
+        image = pid // spans
+        return image, channel, column, (channel < C) & (column < W)
+    else:
+        spans = tl.cdiv(W, BB)
+        column = (pid % spans) * BB + b
+        plane = (pid // spans) * BA + a
+        return plane // C, plane % C, column, (plane < N * C) & (column < W)

@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from bedstone.backends.triton import launch
+from bedstone.backends.triton import chips, launch
 from bedstone.backends.triton.convolution import depthwise_kernels as kernels
-from bedstone.backends.triton.convolution import tiles
 from bedstone.backends.triton.convolution.geometry import (
     Geometry,
     Numbers,
@@ -37,7 +36,6 @@ PROGRAMS_WANTED = 16  # programs a multiprocessor, so that loads of many are in 
 FILTER_PROGRAMS = 8  # the same for backward_filter, whose programs hold R * S sums
 FILTER_REGISTERS = 128  # of a thread's 255, for those sums
 WARPS = 4
-EFFICIENCY = 0.6  # of the chip's bandwidth, measured on an H200 (bench/results)
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,8 @@ class Depthwise(Algorithm):
         return split * geo.groups * geo.taps * problem.dtype.accumulator.itemsize
 
     def estimate(self, problem: Problem, device: Device) -> float:
-        chip = tiles.chip_of(device.architecture)
         launches = 2 if problem.direction == "backward_filter" else 1
-        return launches * 3e-6 + problem.bytes / (EFFICIENCY * chip.bandwidth)
+        return chips.move_seconds(problem.bytes, device.architecture, launches)
 
     def build(self, problem: Problem, device: Device) -> Kernel:
         if not isinstance(problem, ConvolutionProblem):
@@ -98,7 +95,7 @@ def image_strip(geo: Geometry, rows: int, columns: int, last: bool, device: Devi
         bb = min(64, power_of_two(columns))
         ba = max(1, min(256 // bb, power_of_two(geo.images * geo.groups)))
         strips = -(-geo.images * geo.groups // ba) * -(-columns // bb)
-    wanted = PROGRAMS_WANTED * tiles.chip_of(device.architecture).multiprocessors
+    wanted = PROGRAMS_WANTED * chips.chip_of(device.architecture).multiprocessors
     cuts = max(1, min(wanted // max(strips, 1), -(-rows // 4)))
     return Strip(ba, bb, max(1, min(MAX_ROWS, -(-rows // cuts))))
 
@@ -122,7 +119,7 @@ def filter_strip(problem: ConvolutionProblem, geo: Geometry, device: Device) -> 
         pieces = -(-geo.images // ba) * -(-columns // bb)
     walk = min(MAX_ROWS, rows)
     pieces *= -(-rows // walk)
-    wanted = FILTER_PROGRAMS * tiles.chip_of(device.architecture).multiprocessors
+    wanted = FILTER_PROGRAMS * chips.chip_of(device.architecture).multiprocessors
     return Strip(ba, bb, walk), max(1, min(pieces, wanted // programs))
 
 

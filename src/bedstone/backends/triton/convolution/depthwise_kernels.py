@@ -10,26 +10,7 @@ import triton
 import triton.language as tl
 
 from bedstone.backends.triton.pointwise import activate
-
-
-@triton.jit
-def strip(pid, C, W, N, CHANNELS_LAST: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr):
-    """(image, channel, column, inside) of a program's strip, shaped to broadcast to [BA, BB]."""
-    a = tl.arange(0, BA)[:, None]
-    b = tl.arange(0, BB)[None, :]
-    if CHANNELS_LAST:
-        blocks = tl.cdiv(C, BB)
-        channel = (pid % blocks) * BB + b
-        pid = pid // blocks
-        spans = tl.cdiv(W, BA)
-        column = (pid % spans) * BA + a
-        image = pid // spans
-        return image, channel, column, (channel < C) & (column < W)
-    else:
-        spans = tl.cdiv(W, BB)
-        column = (pid % spans) * BB + b
-        plane = (pid // spans) * BA + a
-        return plane // C, plane % C, column, (plane < N * C) & (column < W)
+from bedstone.backends.triton.walk import strip
 
 
 @triton.jit

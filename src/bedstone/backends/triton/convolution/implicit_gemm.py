@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from bedstone.backends.triton import launch, runtime
+from bedstone.backends.triton import chips, launch, runtime
 from bedstone.backends.triton.convolution import gemm_kernels as kernels
 from bedstone.backends.triton.convolution import tiles
 from bedstone.backends.triton.convolution.geometry import (
@@ -39,7 +39,6 @@ FLAT_BK = 32
 MAX_SPLIT = 64  # parts of a reduction: the workspace is this many outputs at most
 MIN_SPLIT_STEPS = 8  # steps that a part must have to be worth its write and read
 SUM_BLOCK = 512  # elements a program of the kernel that adds the parts
-LAUNCH_SECONDS = 3e-6
 
 
 def product_kind(problem: ConvolutionProblem, architecture: str) -> tuple[str, str]:
@@ -95,11 +94,11 @@ def shape_of(direction: str, geo: Geometry) -> Shape:
     return Shape(rows, columns, depth, geo.groups * residues, flat, residues)
 
 
-def split_of(shape: Shape, tile: tiles.Tile, chip: tiles.Chip) -> int:
+def split_of(shape: Shape, tile: tiles.Tile, architecture: str) -> int:
     """Parts of the reduction that fill the chip about twice."""
     programs = -(-shape.rows // tile.bm) * -(-shape.columns // tile.bn) * shape.copies
     steps = -(-shape.depth // tile.bk)
-    wanted = 2 * chip.multiprocessors // max(programs, 1)
+    wanted = 2 * chips.chip_of(architecture).multiprocessors // max(programs, 1)
     return max(1, min(wanted, MAX_SPLIT, steps // MIN_SPLIT_STEPS))
 
 
@@ -115,7 +114,7 @@ class ImplicitGemm(Algorithm):
         if runtime.interpreting() and problem.x.dtype is DType.bfloat16:
             return "Triton's interpreter multiplies no bfloat16 matrices"
         kind, _ = product_kind(problem, device.architecture)
-        if kind not in tiles.chip_of(device.architecture).tables:
+        if not tiles.rows(device.architecture, kind, False):
             return f"Triton has no {problem.x.dtype} matrix products for {device.architecture}"
         choice = choose(problem, device.architecture, self.splits)
         if choice.programs > MAX_PROGRAMS:
@@ -133,9 +132,9 @@ class ImplicitGemm(Algorithm):
 
     def estimate(self, problem: Problem, device: Device) -> float:
         choice = choose(problem, device.architecture, self.splits)
-        chip = choice.chip
-        traffic = (problem.bytes + 2 * self.workspace(problem, device)) / chip.bandwidth
-        return LAUNCH_SECONDS * (1 + (choice.split > 1)) + max(choice.seconds, traffic)
+        traffic = problem.bytes + 2 * self.workspace(problem, device)
+        moving = chips.move_seconds(traffic, device.architecture, 1 + (choice.split > 1))
+        return max(choice.seconds + chips.LAUNCH_SECONDS, moving)
 
     def build(self, problem: Problem, device: Device) -> Kernel:
         if not isinstance(problem, ConvolutionProblem):
@@ -168,7 +167,7 @@ class Choice:
     tile: tiles.Tile
     split: int
     precision: str
-    chip: tiles.Chip
+    architecture: str
 
     @property
     def programs(self) -> int:
@@ -181,7 +180,7 @@ class Choice:
         """Modelled time of the products."""
         s = self.shape
         depth, copies = -(-s.depth // self.split), s.copies * self.split
-        return tiles.seconds(self.tile, self.chip, s.rows, s.columns, depth, copies)
+        return tiles.seconds(self.tile, self.architecture, s.rows, s.columns, depth, copies)
 
     def constants(self, dtype: DType, residues: bool) -> dict[str, Any]:
         """The constants that both matrix kernels take."""
@@ -210,13 +209,19 @@ def gathered(problem: ConvolutionProblem) -> bool:
 @functools.lru_cache(maxsize=1024)
 def choose(problem: ConvolutionProblem, architecture: str, splits: bool) -> Choice:
     """The tile, and the split if `splits`, of least modelled time."""
-    chip = tiles.chip_of(architecture)
     kind, precision = product_kind(problem, architecture)
     geo = geometry_of(problem)
     shape = shape_of(problem.direction, geo)
     choices = [
-        Choice(geo, shape, tile, split_of(shape, tile, chip) if splits else 1, precision, chip)
-        for tile in chip.table(kind, gathered(problem))
+        Choice(
+            geo,
+            shape,
+            tile,
+            split_of(shape, tile, architecture) if splits else 1,
+            precision,
+            architecture,
+        )
+        for tile in tiles.rows(architecture, kind, gathered(problem))
     ]
     return min(choices, key=lambda choice: choice.seconds)
 

@@ -1,0 +1,154 @@
+"""Softmax on the GPU: fast, accurate and log, forward and backward, over any axes and strides.
+
+A program takes BA rows. A row of up to ONE_TILE elements is read once and stays in registers;
+a longer one is read twice (the second time mostly from the cache): a first pass keeps a running
+maximum and a sum that is rescaled whenever the maximum grows (Milakov and Gimelshein,
+arXiv 1805.02867), a second one writes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from bedstone.backends.triton import chips, launch
+from bedstone.backends.triton import softmax_kernels as kernels
+from bedstone.backends.triton.walk import MAX_PROGRAMS, OUTER, merged, power_of_two
+from bedstone.plan.algorithm import Algorithm, Kernel
+from bedstone.plan.device import Device
+from bedstone.spec.problem import Problem
+from bedstone.spec.softmax import SoftmaxProblem
+from bedstone.spec.tensor import TensorDesc
+
+ONE_TILE = 8192  # elements of a row that registers hold: 32 a thread of 256
+TILE = 4096  # elements of a program's tile of short rows: 32 a thread of 128
+COLUMNS = 64  # rows side by side where the normalised axis is not the innermost one
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of `length` elements: six outer axes, the axis A of rows side by side, and up to seven
+    normalised axes, each with the operands' strides. `innermost`: the last normalised axis is
+    contiguous in the output, or A is not."""
+
+    outer: tuple[int, ...]
+    a: int
+    normalised: tuple[int, ...]
+    row_strides: tuple[tuple[int, ...], ...]
+    strides: tuple[tuple[int, ...], ...]
+    wide: bool
+    innermost: bool
+
+    @property
+    def length(self) -> int:
+        """Elements of a row."""
+        return math.prod(self.normalised)
+
+
+def rows_of(descs: list[TensorDesc], axes: tuple[int, ...]) -> Rows:
+    """The rows of tensors of equal dims, the output last."""
+    kept, normalised = [], []
+    for axis, dim in enumerate(descs[-1].dims):
+        row = (dim, tuple(t.strides[axis] for t in descs))
+        if dim != 1:
+            (normalised if axis in axes else kept).append(row)
+    none = (1, (0,) * len(descs))
+    kept, normalised = merged(kept), merged(normalised) or [none]
+    a = kept.pop() if kept else none
+    outer = [none] * (OUTER - len(kept)) + kept
+    contiguous = abs(normalised[-1][1][-1]) == 1 or abs(a[1][-1]) != 1
+    # Missing axes come last: the first one needs no modulo, and a single axis stays contiguous.
+    normalised += [none] * (OUTER + 1 - len(normalised))
+    count = range(len(descs))
+    return Rows(
+        tuple(d for d, _ in outer),
+        a[0],
+        tuple(d for d, _ in normalised),
+        tuple(tuple(s[i] for _, s in [*outer, a]) for i in count),
+        tuple(tuple(s[i] for _, s in normalised) for i in count),
+        any(high - low >= 2**31 for low, high in (t.offset_range() for t in descs)),
+        contiguous,
+    )
+
+
+def tile_of(rows: Rows) -> tuple[int, int]:
+    """(rows, elements of a row) of a program's tile."""
+    length = power_of_two(rows.length)
+    if not rows.innermost:
+        ba = min(COLUMNS, power_of_two(rows.a))
+        return ba, min(length, max(1, TILE // ba))
+    bl = min(length, ONE_TILE)
+    return min(power_of_two(rows.a), max(1, TILE // bl)), bl
+
+
+class Online(Algorithm):
+    """Softmax in one pass over memory for short rows, two for long ones."""
+
+    name = "triton:online"
+
+    def supports(self, problem: Problem, device: Device) -> str | None:
+        if not isinstance(problem, SoftmaxProblem):
+            return "it computes softmax"
+        if len(problem.axes) > OUTER + 1 or problem.x.rank - len(problem.axes) > OUTER + 1:
+            return f"takes up to {OUTER + 1} normalised and as many other axes"
+        if problem.x.size >= 2**31 * TILE or math.prod(problem.x.dims) > MAX_PROGRAMS * TILE:
+            return "needs more programs than a grid has"
+        return None
+
+    def estimate(self, problem: Problem, device: Device) -> float:
+        rows = rows_of([o.desc for o in problem.operands], problem.axes)  # type: ignore[attr-defined]
+        again = rows.length > tile_of(rows)[1]
+        moved = problem.bytes * (1.5 if again else 1.0)
+        busy = min(1.0, _programs(rows) / chips.chip_of(device.architecture).multiprocessors)
+        return chips.move_seconds(int(moved / busy), device.architecture)
+
+    def build(self, problem: Problem, device: Device) -> Kernel:
+        if not isinstance(problem, SoftmaxProblem):
+            raise TypeError(f"not a softmax: {problem}")
+        dtype = problem.x.dtype
+        forward = problem.direction == "forward"
+        names = ("x", "y") if forward else ("y", "dy", "dx")
+        descs = [o.desc for o in problem.operands]
+        rows = rows_of(descs, problem.axes)
+        ba, bl = tile_of(rows)
+        kind = "i64" if rows.wide else "i32"
+        unit = launch.ALIGNMENT // dtype.itemsize
+
+        def integers(values: tuple[int, ...], whole: bool) -> launch.Integers:
+            return launch.Integers(values, kind, unit if whole else 1)
+
+        whole = _whole_words(rows, unit)
+        arguments: dict[str, Any] = {
+            **{f"{name}_ptr": launch.Pointer(i, dtype) for i, name in enumerate(names)},
+            **launch.factors(dtype),
+            "outer": integers(rows.outer, False),
+            "A": launch.Scalar(rows.a, kind, unit if rows.a % unit == 0 else 1),
+            "L": launch.Scalar(rows.length, kind, unit if rows.length % unit == 0 else 1),
+            "axes": integers(rows.normalised, False),
+        }
+        for name, row, column in zip(names, rows.row_strides, rows.strides):
+            arguments[f"{name}_rows"] = integers(row, whole)
+            arguments[f"{name}_columns"] = integers(column, whole)
+        constants = {
+            "ALGORITHM": problem.algorithm, "ACC": launch.accumulator(dtype),
+            "ONE": rows.length <= bl, "WIDE": rows.wide, "BA": ba, "BL": bl,
+        }  # fmt: skip
+        kernel = kernels.softmax_forward_kernel if forward else kernels.softmax_backward_kernel
+        return launch.prepare(
+            device, kernel, (_programs(rows),), arguments, constants,
+            num_warps=8 if ba * bl > TILE else 4,
+        )  # fmt: skip
+
+
+def _programs(rows: Rows) -> int:
+    return math.prod(rows.outer) * -(-rows.a // tile_of(rows)[0])
+
+
+def _whole_words(rows: Rows, unit: int) -> bool:
+    """True if words divide all strides but the unit ones."""
+    values = [v for row in (*rows.row_strides, *rows.strides) for v in row]
+    return all(v in (0, 1) or v % unit == 0 for v in values)
+
+
+ALGORITHMS = (Online(),)

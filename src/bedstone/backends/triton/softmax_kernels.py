@@ -1,0 +1,161 @@
+"""The two kernels of softmax: see softmax.py for the idea."""
+
+import triton
+import triton.language as tl
+
+from bedstone.backends.triton.pointwise import exp, log
+
+
+@triton.jit
+def column_offsets(column, axes, strides):
+    """Element offsets of positions in a row whose normalised axes are `axes`."""
+    offset = column * 0
+    for i in tl.static_range(6):
+        offset += (column % axes[6 - i]) * strides[6 - i]
+        column = column // axes[6 - i]
+    return offset + column * strides[0]
+
+
+@triton.jit
+def row_offsets(rows, outer, strides, A, BA: tl.constexpr, WIDE: tl.constexpr):
+    """Element offsets of this program's rows (row numbers `rows` along A)."""
+    index = tl.program_id(0) // tl.cdiv(A, BA)
+    offset = rows * strides[6]
+    for i in tl.static_range(6):
+        offset += (index % outer[5 - i]) * strides[5 - i]
+        index = index // outer[5 - i]
+    return offset
+
+
+@triton.jit
+def rows_of_program(A, BA: tl.constexpr, WIDE: tl.constexpr):
+    """Row numbers along A of this program."""
+    pid = tl.program_id(0)
+    if WIDE:
+        pid = pid.to(tl.int64)
+    return (pid % tl.cdiv(A, BA)) * BA + tl.arange(0, BA)
+
+
+@triton.jit
+def shifted(x, peak, ALGORITHM: tl.constexpr):
+    """x less the peak of its row: "fast" leaves it, a peak of -inf counts as 0."""
+    if ALGORITHM == "fast":
+        return x
+    else:
+        return x - tl.where(peak == float("-inf"), 0.0, peak)[:, None]
+
+
+@triton.jit
+def softmax_forward_kernel(
+    x_ptr, y_ptr, alpha, beta, outer, A, L, axes, x_rows, x_columns, y_rows, y_columns,
+    ALGORITHM: tl.constexpr, ACC: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr,
+    BA: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """y = alpha * softmax(x) + beta * y for BA rows of L elements, BL at a time.
+
+    ONE: the row fits a tile and is read once. Masked: rows past A, elements past L.
+    """
+    rows = rows_of_program(A, BA, WIDE)
+    ok_rows = rows < A
+    x_ptrs = x_ptr + row_offsets(rows, outer, x_rows, A, BA, WIDE)[:, None]
+    y_ptrs = y_ptr + row_offsets(rows, outer, y_rows, A, BA, WIDE)[:, None]
+    columns = tl.arange(0, BL)
+    if ONE:
+        mask = ok_rows[:, None] & (columns < L)[None, :]
+        offs = column_offsets(columns, axes, x_columns)[None, :]
+        x = tl.load(x_ptrs + offs, mask=mask, other=float("-inf")).to(ACC)
+        s = shifted(x, tl.max(x, axis=1), ALGORITHM)
+        power = exp(s)
+        total = tl.sum(power, axis=1)
+        if ALGORITHM == "log":
+            out = s - log(total)[:, None]
+        else:
+            out = power / total[:, None]
+        out *= alpha
+        y_ptrs += column_offsets(columns, axes, y_columns)[None, :]
+        if beta != 0:
+            out += beta * tl.load(y_ptrs, mask=mask, other=0.0).to(ACC)
+        tl.store(y_ptrs, out.to(y_ptr.dtype.element_ty), mask=mask)
+    else:
+        peak = tl.full((BA,), float("-inf"), ACC)
+        total = tl.zeros((BA,), ACC)
+        for start in range(0, L, BL):
+            at = start + columns
+            mask = ok_rows[:, None] & (at < L)[None, :]
+            offs = column_offsets(at, axes, x_columns)[None, :]
+            x = tl.load(x_ptrs + offs, mask=mask, other=float("-inf")).to(ACC)
+            higher = tl.maximum(peak, tl.max(x, axis=1))
+            if ALGORITHM != "fast":
+                total *= tl.where(peak == higher, 1.0, exp(peak - higher))
+            total += tl.sum(exp(shifted(x, higher, ALGORITHM)), axis=1)
+            peak = higher
+        for start in range(0, L, BL):
+            at = start + columns
+            mask = ok_rows[:, None] & (at < L)[None, :]
+            offs = column_offsets(at, axes, x_columns)[None, :]
+            x = tl.load(x_ptrs + offs, mask=mask, other=float("-inf")).to(ACC)
+            s = shifted(x, peak, ALGORITHM)
+            if ALGORITHM == "log":
+                out = s - log(total)[:, None]
+            else:
+                out = exp(s) / total[:, None]
+            out *= alpha
+            ptrs = y_ptrs + column_offsets(at, axes, y_columns)[None, :]
+            if beta != 0:
+                out += beta * tl.load(ptrs, mask=mask, other=0.0).to(ACC)
+            tl.store(ptrs, out.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def softmax_backward_kernel(
+    y_ptr, dy_ptr, dx_ptr, alpha, beta, outer, A, L, axes,
+    y_rows, y_columns, dy_rows, dy_columns, dx_rows, dx_columns,
+    ALGORITHM: tl.constexpr, ACC: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr,
+    BA: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """dx = alpha * y (dy - sum(y dy)) + beta * dx; log: alpha * (dy - exp(y) sum(dy)) + beta * dx.
+
+    Rows and blocks as in the forward kernel; ONE skips the pass that adds up.
+    """
+    rows = rows_of_program(A, BA, WIDE)
+    ok_rows = rows < A
+    y_ptrs = y_ptr + row_offsets(rows, outer, y_rows, A, BA, WIDE)[:, None]
+    dy_ptrs = dy_ptr + row_offsets(rows, outer, dy_rows, A, BA, WIDE)[:, None]
+    dx_ptrs = dx_ptr + row_offsets(rows, outer, dx_rows, A, BA, WIDE)[:, None]
+    columns = tl.arange(0, BL)
+    total = tl.zeros((BA,), ACC)
+    if not ONE:
+        for start in range(0, L, BL):
+            at = start + columns
+            mask = ok_rows[:, None] & (at < L)[None, :]
+            dy = load_columns(dy_ptrs, at, axes, dy_columns, mask, ACC)
+            if ALGORITHM == "log":
+                total += tl.sum(dy, axis=1)
+            else:
+                y = load_columns(y_ptrs, at, axes, y_columns, mask, ACC)
+                total += tl.sum(y * dy, axis=1)
+    for start in range(0, L, BL):
+        at = start + columns
+        mask = ok_rows[:, None] & (at < L)[None, :]
+        dy = load_columns(dy_ptrs, at, axes, dy_columns, mask, ACC)
+        y = load_columns(y_ptrs, at, axes, y_columns, mask, ACC)
+        if ALGORITHM == "log":
+            if ONE:
+                total = tl.sum(dy, axis=1)
+            out = dy - exp(y) * total[:, None]
+        else:
+            if ONE:
+                total = tl.sum(y * dy, axis=1)
+            out = y * (dy - total[:, None])
+        out *= alpha
+        ptrs = dx_ptrs + column_offsets(at, axes, dx_columns)[None, :]
+        if beta != 0:
+            out += beta * tl.load(ptrs, mask=mask, other=0.0).to(ACC)
+        tl.store(ptrs, out.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_columns(ptrs, at, axes, strides, mask, ACC: tl.constexpr):
+    """Elements `at` of the rows at `ptrs`, 0 where masked."""
+    offs = column_offsets(at, axes, strides)[None, :]
+    return tl.load(ptrs + offs, mask=mask, other=0.0).to(ACC)
