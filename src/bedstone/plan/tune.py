@@ -124,6 +124,11 @@ class Trial:
         values = random.uniform(-1, 1, max(high - low + 1, 1))
         return self._runtime.upload(values.astype(operand.desc.dtype.numpy))
 
+    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        """The operands as arrays over the very buffers (copies, off the host)."""
+        pairs = zip(self._operands, self._buffers)
+        return {o.name: view(self._runtime.download(b), o.desc) for o, b in pairs}
+
     def outputs(self) -> list[np.ndarray[Any, Any]]:
         """The outputs' elements on the host, as float64 (integers as they are)."""
         found = []

@@ -29,3 +29,11 @@ def describe() -> str:
         f"{target.cpu}: {target.vector_registers} registers of {8 * target.vector_bytes} bits, "
         f"caches {caches} KiB"
     )
+
+
+def ceilings() -> tuple[dict[str, float], float]:
+    """Measured peaks of this CPU: flops per second by dtype, bytes per second of a copy."""
+    from bedstone.backends.cpu import peak
+
+    rates = {dtype: peak.flops_per_second(dtype) for dtype in ("float32", "float64")}
+    return rates, peak.bytes_per_second()

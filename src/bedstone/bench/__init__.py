@@ -1,0 +1,1 @@
+"""Measuring: problem files, peers, interleaved timing, tables, CSV and plots."""

@@ -1,0 +1,89 @@
+"""What a call costs besides its arithmetic: Python, planning, compiling, loading, importing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+import bedstone
+
+TINY = "convolution forward n1c16h14k32r3p1 float32"
+
+
+def table() -> list[tuple[str, float, str]]:
+    """(what, value, unit) rows."""
+    problem = bedstone.parse_problem(TINY)
+    handle = bedstone.Handle()
+    plan = handle.plan(problem)
+    x, w, y = (np.ones(o.desc.dims, np.float32) for o in problem.operands)
+    pointers = [array.ctypes.data for array in (x, w, y)]
+    rows = [
+        ("plan look-up", _microseconds(lambda: handle.plan(problem)), "us"),
+        ("planned call on pointers", _microseconds(lambda: plan(*pointers)), "us"),
+        ("planned call on arrays, checked", _microseconds(lambda: plan.execute(x, w, y)), "us"),
+        ("functional call", _microseconds(lambda: bedstone.convolution(x, w, padding=1)), "us"),
+    ]
+    try:
+        import torch
+    except ImportError:
+        pass
+    else:
+        torch.set_num_threads(bedstone.get_num_threads())
+        tx, tw = torch.from_numpy(x), torch.from_numpy(w)
+        with torch.no_grad():
+            call = _microseconds(lambda: torch.nn.functional.conv2d(tx, tw, padding=1))
+        rows.append(("torch conv2d, the same problem", call, "us"))
+    with tempfile.TemporaryDirectory() as folder:
+        rows.append(("first use: plan and compile", _fresh(folder), "ms"))
+        rows.append(("second process: plan and load", _fresh(folder), "ms"))
+    rows.append(("import bedstone", _imported(), "ms"))
+    return rows
+
+
+def _microseconds(call: Callable[[], object], seconds: float = 0.2) -> float:
+    time.sleep(0.02)
+    for _ in range(20):
+        call()
+    times = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        for _ in range(20):
+            call()
+        times.append((time.perf_counter() - start) / 20)
+    return sorted(times)[len(times) // 2] * 1e6
+
+
+def _fresh(cache: str) -> float:
+    """Milliseconds until a plan is ready in a new process (imports not counted)."""
+    program = (
+        "import time, bedstone, bedstone.backends.cpu.kernel\n"
+        "from bedstone.backends.cpu import threads; threads.runtime()\n"
+        f"p = bedstone.parse_problem({TINY!r})\n"
+        "t = time.perf_counter(); bedstone.Handle().plan(p)\n"
+        "print((time.perf_counter() - t) * 1e3)"
+    )
+    return float(_python(program, BEDSTONE_CACHE_DIR=cache))
+
+
+def _imported() -> float:
+    program = (
+        "import time; t = time.perf_counter(); import bedstone; "
+        "print((time.perf_counter() - t) * 1e3)"
+    )
+    return min(float(_python(program)) for _ in range(3))
+
+
+def _python(program: str, **environment: str) -> str:
+    import os
+
+    answer = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | environment, capture_output=True, text=True, check=True, timeout=120,
+    )  # fmt: skip
+    return answer.stdout
