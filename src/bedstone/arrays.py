@@ -42,7 +42,7 @@ def as_array_ref(array: object, argument: str = "array") -> ArrayRef:
     """
     if isinstance(array, ArrayRef):
         return array
-    adapter = _ADAPTERS.get(type(array).__module__.partition(".")[0], _from_protocol)
+    adapter = _ADAPTERS.get(type(array).__module__.partition(".")[0]) or _inherited(type(array))
     try:
         return adapter(array)
     except InvalidDescriptor as error:
@@ -55,20 +55,36 @@ def as_array_ref(array: object, argument: str = "array") -> ArrayRef:
         ) from error
 
 
+def _inherited(kind: type) -> Callable[[Any], ArrayRef]:
+    """The adapter for a class that somebody derived from an array class."""
+    modules = (base.__module__.partition(".")[0] for base in kind.__mro__)
+    return next((_ADAPTERS[m] for m in modules if m in _ADAPTERS), _from_protocol)
+
+
 def _from_numpy(array: Any) -> ArrayRef:
     if not isinstance(array, np.ndarray):  # a NumPy scalar
         array = np.asarray(array)
-    if not array.dtype.isnative:
-        raise InvalidDescriptor("dtype", array.dtype.str, "the machine's own byte order")
+        array.flags.writeable = False
+    flags = array.flags
+    _check_native(array.dtype)
+    if not flags.aligned:
+        raise InvalidDescriptor("address", array.ctypes.data, "a multiple of the element size")
     return ArrayRef(
-        array.ctypes.data, TensorDesc.of(array), readonly=not array.flags.writeable, owner=array
+        array.ctypes.data, TensorDesc.of(array), readonly=not flags.writeable, owner=array
     )
+
+
+def _check_native(dtype: np.dtype[Any]) -> None:
+    if not dtype.isnative:
+        raise InvalidDescriptor("dtype", dtype.str, "the machine's own byte order")
 
 
 def _from_torch(tensor: Any) -> ArrayRef:
     device = tensor.device
     if tensor.layout is not _torch().strided:
         raise InvalidDescriptor("layout", str(tensor.layout), "a strided (dense) tensor")
+    if tensor.is_neg():  # a view of the imaginary part of a conjugate
+        raise InvalidDescriptor("sign", "a lazily negated view", "tensor.resolve_neg()")
     dims, strides = tuple(tensor.shape), tensor.stride()
     if not dims:
         dims, strides = (1,), (1,)
@@ -121,6 +137,7 @@ def _from_protocol(array: Any) -> ArrayRef:
 
 def _from_interface(interface: dict[str, Any], kind: str, owner: object) -> ArrayRef:
     dtype = np.dtype(interface["typestr"])
+    _check_native(dtype)
     dims = tuple(interface["shape"])
     strides = interface.get("strides")
     if strides is None:
@@ -133,7 +150,10 @@ def _from_interface(interface: dict[str, Any], kind: str, owner: object) -> Arra
         )
     pointer, readonly = interface["data"]
     stream = interface.get("stream") or 0
-    return ArrayRef(pointer or 0, desc, kind, 0, bool(readonly), stream, owner)
+    index = 0
+    if kind == "cuda" and hasattr(owner, "__dlpack_device__"):
+        index = owner.__dlpack_device__()[1]
+    return ArrayRef(pointer or 0, desc, kind, index, bool(readonly), stream, owner)
 
 
 class _DLDevice(ctypes.Structure):

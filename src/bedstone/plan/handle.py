@@ -14,7 +14,7 @@ from bedstone.plan.runtime import runtime_of
 from bedstone.spec.errors import InvalidDescriptor
 from bedstone.spec.problem import Problem
 
-PLAN_LIMIT = 4096  # plans kept a handle; the least recently used goes first
+PLAN_LIMIT = 4096  # plans kept a handle; the oldest goes first
 
 
 class Handle:

@@ -79,7 +79,7 @@ class Plan:
             raise InvalidDescriptor("arrays", len(arrays), f"{len(names)} arrays: {names}")
         for name, array in named.items():
             if name not in names or name in given:
-                raise InvalidDescriptor(name, array, f"each of {names} once")
+                raise InvalidDescriptor(name, type(array).__name__, f"each of {names} once")
             given[name] = array
         for name in names:
             if given.get(name) is None:

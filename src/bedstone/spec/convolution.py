@@ -411,14 +411,16 @@ class BiasGradientProblem(Problem):
     def fields(self) -> str:
         line = "x".join(map(str, self.y.dims)) + f" {self.y.dtype}"
         line += desc_option("y", self.y, LOGICAL_ORDERS.get(self.y.rank))
-        return line + desc_option("bias", self.bias, None)
+        line += desc_option("bias", self.bias, None)
+        return line if self.deterministic else line + " nondeterministic"
 
     @classmethod
     def from_fields(cls, direction: str, fields: Fields) -> BiasGradientProblem:
         dims = parse_dims(fields.shape)
         dtype = fields.dtype()
         y = fields.desc("y", dims, dtype, LOGICAL_ORDERS.get(len(dims)))
-        return cls(y, fields.desc("bias", dims[1:2], dtype, None))
+        bias = fields.desc("bias", dims[1:2], dtype, None)
+        return cls(y, bias, deterministic="nondeterministic" not in fields.flags)
 
 
 def convolution_problem(
