@@ -77,13 +77,15 @@ class Tile:
 def choose_shape(target: Target, dtype: str, rows: int, columns: int) -> tuple[int, int]:
     """The (rows, vectors) that spends the least time on a rows x columns matrix."""
     lanes = target.vector_bytes // itemsize(dtype)
+    shapes = SHAPES[target.vector_registers]
+    return min(shapes, key=lambda shape: computed_size(shape, lanes, rows, columns))
 
-    def cost(shape: tuple[int, int]) -> float:
-        height, width = shape[0], shape[1] * lanes
-        computed = math.ceil(rows / height) * height * math.ceil(columns / width) * width
-        return computed * SHALLOW.get(shape, 1.0)
 
-    return min(SHAPES[target.vector_registers], key=cost)
+def computed_size(shape: tuple[int, int], lanes: int, rows: int, columns: int) -> float:
+    """Elements that whole tiles compute for a rows x columns matrix, a slow tile's counted more."""
+    height, width = shape[0], shape[1] * lanes
+    computed = math.ceil(rows / height) * height * math.ceil(columns / width) * width
+    return computed * SHALLOW.get(shape, 1.0)
 
 
 def emit_tile(k: KernelBuilder, tile: Tile) -> None:

@@ -73,7 +73,7 @@ class Lanes:
         first: IntLike,
         lanes: int,
         spans: Sequence[Span],
-        total: int,
+        total: IntLike,
         ragged: bool,
         item: int,
     ) -> None:
@@ -165,9 +165,69 @@ class Lanes:
         for offset, run in self.runs:
             self.k.store(value, address + offset, dtype, mask=self._mask(run, valid))
 
+    def add(self, value: Float, address: IntLike, dtype: str) -> None:
+        """Add to what is there, lane by lane. All runs are read before the first is written: a
+        masked read waits for an earlier write near it even where no lane is common."""
+        self.store(self.load(address, dtype) + value, address, dtype)
+
+    def add_whole(self, value: Float, address: IntLike, dtype: str) -> None:
+        """As `add`, where `whole` holds."""
+        self.store_whole(self.load_whole(address, dtype) + value, address, dtype)
+
     def store_whole(self, value: Float, address: IntLike, dtype: str) -> None:
         """As `store`, where `whole` holds."""
         self.k.store(value, address + self.base, dtype)
+
+
+def copy_vectors(
+    k: KernelBuilder,
+    vectors: Sequence[Lanes],
+    valid: Sequence[Mask | None],
+    count: IntLike,
+    source: IntLike,
+    source_step: int,
+    target: IntLike,
+    target_step: int,
+    dtype: str,
+    sum_dtype: str,
+) -> None:
+    """`count` times the elements at adjacent vectors of places, stored side by side; lanes that
+    are not valid become zeros. From one time to the next, addresses move on by the steps."""
+    vector_bytes = vectors[0].lanes * itemsize(sum_dtype)
+
+    def copy(load: Any, numbers: Sequence[int]) -> None:
+        with k.loop(0, count) as i:
+            loaded = [load(j, source + i * source_step) for j in numbers]
+            for j, value in zip(numbers, loaded):
+                k.store(value, target + i * target_step, sum_dtype, offset=j * vector_bytes)
+
+    def plain(j: int, at: IntLike) -> Float:
+        return vectors[j].load_whole(at, dtype)
+
+    def masked(j: int, at: IntLike) -> Float:
+        return vectors[j].load(at, dtype, valid[j])
+
+    whole = [
+        lanes.whole if mask is None else k.all(mask) & lanes.whole
+        for lanes, mask in zip(vectors, valid)
+    ]
+    every: MaskLike = True
+    for one in whole:
+        every = every & one
+    numbers = range(len(vectors))
+    if every is False:
+        copy(masked, numbers)
+        return
+    with k.if_else(every) as (together, apart):
+        with together:
+            copy(plain, numbers)
+        with apart:
+            for j in numbers:
+                with k.if_else(whole[j]) as (simple, ragged):
+                    with simple:
+                        copy(plain, [j])
+                    with ragged:
+                        copy(masked, [j])
 
 
 def load_strided(

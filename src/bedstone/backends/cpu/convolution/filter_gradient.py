@@ -27,7 +27,6 @@ from bedstone.backends.cpu.convolution.patches import (
     pack_pixel_lanes,
     pixel_lanes,
 )
-from bedstone.backends.cpu.elementwise import transposed
 from bedstone.backends.cpu.kernel import ENTRY
 from bedstone.backends.cpu.microkernels import TILE, Tile, choose_shape, emit_tile
 from bedstone.backends.cpu.packing import (
@@ -38,6 +37,7 @@ from bedstone.backends.cpu.packing import (
     place,
     store_strided,
 )
+from bedstone.backends.cpu.shuffles import transposed
 from bedstone.backends.cpu.target import MIB, Target
 from bedstone.backends.cpu.values import Float, Int, IntLike, Mask
 from bedstone.spec.convolution import ConvolutionProblem
@@ -141,6 +141,18 @@ class FilterGradient:
         self.plan = blocking(self.geometry, self.dtype, self.sum_dtype, target)
         self.taps = Taps(self.k, self.geometry)
         self.dy_spans = joined([Span(axis.size, axis.out) for axis in self.geometry.axes])
+
+    @staticmethod
+    def describe(problem: ConvolutionProblem, target: Target) -> str:
+        """One line for explain()."""
+        dtype, sum_dtype = str(problem.x.dtype), str(problem.x.dtype.accumulator)
+        plan = blocking(geometry(problem), dtype, sum_dtype, target)
+        along = "filters" if plan.lanes_are_pixels else "channels"
+        return (
+            f"gathers patches; tile {plan.tile.rows} x {plan.tile.columns}, vectors along {along}; "
+            f"blocks of {plan.tap_chunk} taps x {plan.channel_chunk} channels x "
+            f"{plan.filter_chunk} filters; {plan.slices} slices of the pixels"
+        )
 
     def emit(self) -> KernelBuilder:
         """The whole module."""

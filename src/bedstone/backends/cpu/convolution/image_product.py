@@ -171,6 +171,18 @@ class ImageProduct:
         self.plan = blocking(self.geometry, self.dtype, self.sum_dtype, target)
         self.taps = Taps(self.k, self.geometry)
 
+    @staticmethod
+    def describe(problem: ConvolutionProblem, target: Target) -> str:
+        """One line for explain()."""
+        dtype, sum_dtype = str(problem.x.dtype), str(problem.x.dtype.accumulator)
+        plan = blocking(geometry(problem), dtype, sum_dtype, target)
+        along = "pixels" if plan.lanes_are_pixels else "channels"
+        return (
+            f"gathers patches; tile {plan.tile.rows} x {plan.tile.columns}, vectors along {along}; "
+            f"{plan.chunks} chunks of depth {plan.tile.depth}; tasks of "
+            f"{plan.block * plan.pixel_width} pixels"
+        )
+
     def emit(self) -> KernelBuilder:
         """The whole module."""
         k, plan, tile = self.k, self.plan, self.plan.tile

@@ -3,15 +3,19 @@
 Takes every convolution: one to three spatial axes, any strides of x, w and y, groups, dilation,
 padding, both modes, four dtypes, no workspace. The paper's lowered matrix (Chetlur et al., arXiv
 1410.0759, section 3) is packed piece by piece into each thread's scratch, where it meets the
-packed filter in a micro-kernel; see image_product.py and filter_gradient.py.
+packed filter in a micro-kernel: image_product.py for forward and backward_data, data_gradient.py
+for those backward_data whose products would mostly meet padding, filter_gradient.py.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from bedstone.backends.cpu import cost
-from bedstone.backends.cpu.convolution import filter_gradient, image_product
+from bedstone.backends.cpu.convolution import data_gradient, filter_gradient, image_product
+from bedstone.backends.cpu.convolution.data_gradient import DataGradient
+from bedstone.backends.cpu.convolution.filter_gradient import FilterGradient
+from bedstone.backends.cpu.convolution.image_product import ImageProduct
 from bedstone.backends.cpu.kernel import CompiledKernel, compiled
 from bedstone.backends.cpu.target import Target
 from bedstone.plan.algorithm import Algorithm
@@ -19,11 +23,17 @@ from bedstone.plan.device import Device
 from bedstone.spec.convolution import ConvolutionProblem
 from bedstone.spec.problem import Problem
 
-KERNELS = {
-    "forward": (image_product.ImageProduct, image_product.work),
-    "backward_data": (image_product.ImageProduct, image_product.work),
-    "backward_filter": (filter_gradient.FilterGradient, filter_gradient.work),
-}
+
+def kernel_of(problem: ConvolutionProblem, target: Target) -> tuple[Any, float]:
+    """The emitter that does the problem with the least work, and the work: flops of the peak
+    rate, the cost of packing included."""
+    if problem.direction == "backward_filter":
+        return FilterGradient, filter_gradient.work(problem, target)
+    gathering = ImageProduct, image_product.work(problem, target)
+    if problem.direction == "forward" or not data_gradient.fits(problem, target):
+        return gathering
+    scattering = DataGradient, data_gradient.work(problem, target)
+    return min(gathering, scattering, key=lambda choice: choice[1])
 
 
 class ImplicitGemm(Algorithm):
@@ -37,14 +47,17 @@ class ImplicitGemm(Algorithm):
         return None
 
     def estimate(self, problem: Problem, device: Device) -> float:
-        _, work = KERNELS[problem.direction]
-        flops = work(problem, Target.current())
+        if problem.flops == 0:
+            return cost.seconds(0.0, problem.bytes, str(problem.dtype.accumulator))
+        _, flops = kernel_of(problem, Target.current())
         return cost.seconds(flops, problem.bytes, str(problem.dtype.accumulator), phases=2)
 
     def build(self, problem: Problem, device: Device) -> CompiledKernel:
-        emitter, _ = KERNELS[problem.direction]
+        target = Target.current()
+        emitter, _ = kernel_of(problem, target)
         return compiled(
             f"{self.name} {problem}",
             lambda target: emitter(problem, target).emit(),
             len(problem.operands),
+            emitter.describe(problem, target),
         )

@@ -14,8 +14,8 @@ from typing import Any
 from bedstone.backends.cpu.builder import KernelBuilder
 from bedstone.backends.cpu.convolution.geometry import Geometry
 from bedstone.backends.cpu.irtypes import I32, itemsize
-from bedstone.backends.cpu.packing import Lanes, Span, place
-from bedstone.backends.cpu.values import Int, IntLike, Mask, MaskLike
+from bedstone.backends.cpu.packing import Lanes, Span, copy_vectors, place
+from bedstone.backends.cpu.values import Int, IntLike
 
 
 @dataclass(frozen=True)
@@ -133,48 +133,14 @@ def pack_pixel_lanes(
     """Adjacent vectors of pixels for the whole chunk; depth number d goes to target +
     d * depth_bytes, the vectors side by side."""
     channel = taps.geometry.inner.tensor
-    vector_bytes = vectors[0].lanes * itemsize(sum_dtype)
     with k.loop(chunk.t0, chunk.t1) as t:
         tap = taps.tap(first_tap + t)
         valid = [_valid(taps.geometry, pixels.coordinates, tap) for pixels in vectors]
         source = image + tap.image + chunk.i0 * channel
         row = target + (t - chunk.t0) * chunk.channels * depth_bytes
-
-        def copy(load: Any, numbers: Sequence[int], source: Any = source, row: Any = row) -> None:
-            with k.loop(0, chunk.channels) as c:
-                loaded = [load(j, source + c * channel) for j in numbers]
-                for j, value in zip(numbers, loaded):
-                    k.store(value, row + c * depth_bytes, sum_dtype, offset=j * vector_bytes)
-
-        def plain(j: int, at: Any) -> Any:
-            return vectors[j].load_whole(at, dtype)
-
-        def masked(j: int, at: Any, valid: Any = valid) -> Any:
-            return vectors[j].load(at, dtype, valid[j])
-
-        whole = [_whole(k, pixels, mask) for pixels, mask in zip(vectors, valid)]
-        every: MaskLike = True
-        for one in whole:
-            every = every & one
-        numbers = range(len(vectors))
-        if every is False:
-            copy(masked, numbers)
-            return
-        with k.if_else(every) as (together, apart):
-            with together:
-                copy(plain, numbers)
-            with apart:
-                for j in numbers:
-                    with k.if_else(whole[j]) as (simple, ragged):
-                        with simple:
-                            copy(plain, [j])
-                        with ragged:
-                            copy(masked, [j])
-
-
-def _whole(k: KernelBuilder, pixels: Lanes, valid: Mask | None) -> MaskLike:
-    """True if the vector is one run of neighbours, all of them valid."""
-    return pixels.whole if valid is None else k.all(valid) & pixels.whole
+        copy_vectors(
+            k, vectors, valid, chunk.channels, source, channel, row, depth_bytes, dtype, sum_dtype
+        )
 
 
 def pack_channel_lanes(
