@@ -12,7 +12,7 @@ from bedstone.bench.report import read_csv
 
 
 def draw(csv_path: str, picture: str) -> None:
-    """One panel a direction: bars of time relative to the peer, coloured by layout; a suite of
+    """One panel a direction: bars of time relative to the file's first peer, coloured by layout; a suite of
     several batch sizes a layer instead gives GFLOP/s against batch.
 
     Raises InvalidDescriptor when matplotlib is missing or the file has no rows.
@@ -27,6 +27,8 @@ def draw(csv_path: str, picture: str) -> None:
     head, rows = read_csv(csv_path)
     if not rows:
         raise bedstone.InvalidDescriptor("plot", csv_path, "a CSV with rows")
+    first_peer = rows[0]["peer"]
+    rows = [row for row in rows if row["peer"] == first_peer]
     by_batch = all(re.search(r"@\d+$", row["name"]) for row in rows)
     figure = (_against_batch if by_batch else _ratio_bars)(pyplot, rows)
     title = f"{head.get('device', '')}, {rows[0]['threads']} threads, {rows[0]['dtype']}"

@@ -1,0 +1,56 @@
+"""The examples in README and docs run as they stand, and the tables in them are up to date."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bedstone.plan.config import SETTINGS
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+EXAMPLES = [
+    pytest.param(code, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, code in enumerate(BLOCK.findall(page.read_text(encoding="utf-8")))
+]
+
+
+@pytest.mark.parametrize("code", EXAMPLES)
+def test_example_runs(code: str) -> None:
+    exec(compile(code, "example", "exec"), {"__name__": "__main__"})
+
+
+def test_settings_table_is_complete() -> None:
+    text = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    for setting in SETTINGS:
+        assert f"| `{setting.name}` | `{setting.variable}` |" in text
+
+
+def test_support_table_is_up_to_date() -> None:
+    pytest.importorskip("triton")
+    from bedstone.cli import support_table
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert support_table() in text, "run `bedstone info --markdown` and paste it into README.md"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_pictures_exist(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} refers to {target}"
+
+
+def test_docs_build(tmp_path: Path) -> None:
+    if shutil.which("mkdocs") is None and not Path(sys.executable).with_name("mkdocs").exists():
+        pytest.skip("mkdocs is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
