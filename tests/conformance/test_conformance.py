@@ -55,13 +55,13 @@ def algorithm_parameters():
                 yield pytest.param(backend, device, algorithm, id=algorithm.name, marks=marks(kind))
 
 
-@pytest.mark.parametrize("backend, kind, job", parameters())
+@pytest.mark.parametrize("backend, kind, job", list(parameters()))
 def test_conformance(backend, kind, job):
     failures = conformance.run_job(job, handle(kind), known_gaps(backend))
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize("backend, device, algorithm", algorithm_parameters())
+@pytest.mark.parametrize("backend, device, algorithm", list(algorithm_parameters()))
 def test_every_algorithm_takes_some_problem(backend, device, algorithm):
     names = {job.algorithm for job in conformance.jobs(backend, device)}
     assert algorithm.name in names
