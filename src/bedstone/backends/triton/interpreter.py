@@ -1,7 +1,8 @@
 """Running a launch in Triton's interpreter, over host memory: for tests without a GPU.
 
 The interpreter takes arrays; a plan has addresses. `HostPointer` is the least object that it
-accepts, and `_Grid` runs the programs without the copies that arrays would need.
+accepts, and `_Grid` runs the programs without the copies that arrays would need. Two faults of the
+interpreter of Triton 3.6 are mended here: its casts to bfloat16 and its use of NumPy 2.4.
 """
 
 from __future__ import annotations
@@ -31,6 +32,35 @@ def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
 
 
 interpreter._patch_lang_tensor = _patch_lang_tensor
+
+
+class Builder(interpreter.InterpreterBuilder):
+    """The interpreter's operations, with bfloat16 as GPUs have it: rounded to nearest even (its
+    own casts cut digits off) and multiplied as numbers (its own products take the bits)."""
+
+    def cast_impl(self, src: Any, dst_type: Any) -> Any:
+        source, target = src.dtype.scalar, dst_type.scalar
+        if tl.bfloat16 not in (source, target) or source == target:
+            return super().cast_impl(src, dst_type)
+        if source == tl.bfloat16:
+            wide = _from_bfloat16(src.data)
+            return super().cast_impl(interpreter.TensorHandle(wide, tl.float32), dst_type)
+        with np.errstate(all="ignore"):
+            data = src.data.astype(DType.bfloat16.numpy).view(np.uint16)
+        return interpreter.TensorHandle(data, target)
+
+    def create_dot(self, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        if a.dtype.scalar == tl.bfloat16:
+            a, b = (interpreter.TensorHandle(_from_bfloat16(t.data), tl.float32) for t in (a, b))
+        return super().create_dot(a, b, d, *options)
+
+
+def _from_bfloat16(bits: Any) -> Any:
+    """float32 values of bfloat16 bit patterns."""
+    return bits.view(DType.bfloat16.numpy).astype(np.float32)
+
+
+interpreter.interpreter_builder.__class__ = Builder
 
 
 class HostPointer:

@@ -125,7 +125,7 @@ class Online(Algorithm):
             "outer": integers(rows.outer, False),
             "A": launch.Scalar(rows.a, kind, unit if rows.a % unit == 0 else 1),
             "L": launch.Scalar(rows.length, kind, unit if rows.length % unit == 0 else 1),
-            "axes": integers(rows.normalised, False),
+            "axes": integers(rows.normalised, _divisible(rows.normalised, unit)),
         }
         for name, row, column in zip(names, rows.row_strides, rows.strides):
             arguments[f"{name}_rows"] = integers(row, whole)
@@ -148,6 +148,10 @@ def _programs(rows: Rows) -> int:
 def _whole_words(rows: Rows, unit: int) -> bool:
     """True if words divide all strides but the unit ones."""
     values = [v for row in (*rows.row_strides, *rows.strides) for v in row]
+    return _divisible(tuple(values), unit)
+
+
+def _divisible(values: tuple[int, ...], unit: int) -> bool:
     return all(v in (0, 1) or v % unit == 0 for v in values)
 
 

@@ -125,6 +125,11 @@ def _split(problem: Problem, device: Device) -> int:
     return max(1, min(blocks, wanted))
 
 
+def _common(values: tuple[int, ...], unit: int) -> int:
+    """`unit` if it divides all the values that are not baked in, else 1."""
+    return unit if all(v in (0, 1) or v % unit == 0 for v in values) else 1
+
+
 def _launch(problem: BiasGradientProblem, split: int, device: Device) -> Kernel:
     dy, bias, dtype = problem.y, problem.bias, problem.y.dtype
     pixels = [(d, (s,)) for i, (d, s) in enumerate(zip(dy.dims, dy.strides)) if i != 1 and d != 1]
@@ -134,8 +139,8 @@ def _launch(problem: BiasGradientProblem, split: int, device: Device) -> Kernel:
     wide = high - low >= 2**31
     kind = "i64" if wide else "i32"
     unit = launch.ALIGNMENT // dtype.itemsize
-    strides = tuple(s[0] for _, s in axes)
-    words = all(s in (0, 1) or s % unit == 0 for s in (*strides, dy.strides[1]))
+    dims, strides = tuple(d for d, _ in axes), tuple(s[0] for _, s in axes)
+    words = _common((*strides, dy.strides[1]), unit)
     count = dy.size // max(dy.dims[1], 1)
     bm, bk = _tile(problem)
     partial = split > 1
@@ -145,8 +150,8 @@ def _launch(problem: BiasGradientProblem, split: int, device: Device) -> Kernel:
         **launch.factors(dtype),
         "K": launch.Scalar(dy.dims[1], divisor=unit if dy.dims[1] % unit == 0 else 1),
         "M": launch.Scalar(count, kind, unit if count % unit == 0 else 1),
-        "axes": launch.Integers(tuple(d for d, _ in axes), kind),
-        "strides": launch.Integers(strides, kind, unit if words else 1),
+        "axes": launch.Integers(dims, kind, _common(dims, unit)),
+        "strides": launch.Integers(strides, kind, words),
         "out_stride": launch.Scalar(bias.strides[0], "i64"),
         "SPLIT": launch.Scalar(split),
     }
@@ -156,7 +161,7 @@ def _launch(problem: BiasGradientProblem, split: int, device: Device) -> Kernel:
     if dy.strides[1] == 1:
         constants["stride_k"] = 1
     else:
-        arguments["stride_k"] = launch.Scalar(dy.strides[1], kind, unit if words else 1)
+        arguments["stride_k"] = launch.Scalar(dy.strides[1], kind, words)
     return launch.prepare(
         device, convolution_backward_bias_kernel, (-(-dy.dims[1] // bk), split),
         arguments, constants, num_warps=WARPS,

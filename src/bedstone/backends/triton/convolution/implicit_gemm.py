@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from bedstone.backends.triton import chips, launch, runtime
+from bedstone.backends.triton import chips, launch
 from bedstone.backends.triton.convolution import gemm_kernels as kernels
 from bedstone.backends.triton.convolution import tiles
 from bedstone.backends.triton.convolution.geometry import (
@@ -111,8 +111,6 @@ class ImplicitGemm(Algorithm):
     def supports(self, problem: Problem, device: Device) -> str | None:
         if not isinstance(problem, ConvolutionProblem):
             return "it computes convolutions and their gradients by data and filter"
-        if runtime.interpreting() and problem.x.dtype is DType.bfloat16:
-            return "Triton's interpreter multiplies no bfloat16 matrices"
         kind, _ = product_kind(problem, device.architecture)
         if not tiles.rows(device.architecture, kind, False):
             return f"Triton has no {problem.x.dtype} matrix products for {device.architecture}"
