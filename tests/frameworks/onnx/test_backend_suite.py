@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("onnx")
 pytest.importorskip("ml_dtypes")
-import onnx.backend.test  # noqa: E402
+import onnx.backend.test
 
-from bedstone.frameworks.onnx import backend  # noqa: E402
+from bedstone.frameworks.onnx import backend
 
 OPERATORS = (
     "conv", "basic_conv", "convtranspose", "maxpool", "averagepool", "globalaveragepool",
