@@ -12,8 +12,8 @@ from bedstone.bench.report import read_csv
 
 
 def draw(csv_path: str, picture: str) -> None:
-    """One panel a direction: bars of time relative to the file's first peer, coloured by layout; a suite of
-    several batch sizes a layer instead gives GFLOP/s against batch.
+    """One panel a direction: bars of time relative to the file's first peer, coloured by layout; a
+    suite of several batch sizes a layer instead gives GFLOP/s against batch.
 
     Raises InvalidDescriptor when matplotlib is missing or the file has no rows.
     """
