@@ -209,6 +209,10 @@ class Float(Value):
     def ne(self, other: FloatLike) -> Mask:
         return Mask(self.k, self.k.ir.fcmp_unordered("!=", *self.k.pair(self, other)))
 
+    def unordered(self, other: FloatLike) -> Mask:
+        """True where either is NaN."""
+        return Mask(self.k, self.k.ir.fcmp_unordered("uno", *self.k.pair(self, other)))
+
     def is_nan(self) -> Mask:
         return Mask(self.k, self.k.ir.fcmp_unordered("uno", self.ir, self.ir))
 
