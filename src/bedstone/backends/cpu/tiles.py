@@ -15,7 +15,7 @@ from bedstone.backends.cpu.shuffles import deinterleaved, interleaved, transpose
 from bedstone.backends.cpu.values import Float, IntLike
 
 # Elements of a transposed tile: 16 KiB of float32, a third of a first-level cache.
-TILE_ELEMENTS = int(__import__("os").environ.get("TE", "4096"))
+TILE_ELEMENTS = 4096
 LONGEST_WHOLE_ROW = 256  # rows up to here lie in the tile whole, one after another
 INTERLEAVED = 4  # up to so many rows or columns are interleaved, not transposed
 
@@ -85,15 +85,6 @@ class Tile:
             mask = k.first_lanes(columns - j, lanes)
             # Positions past the end read the last one again; their results are not used.
             positions = [k.min(i + r, count - 1) for r in range(lanes)]
-            import os
-
-            for p in positions:
-                k.prefetch(
-                    address + p * step,
-                    offset=j * size
-                    + int(os.environ.get("PF", "1")) * self.columns * size
-                    + int(os.environ.get("PB", "0")),
-                )
             # The next tile: the processor does not foresee so many rows (1.5 to 2 times faster).
             for p in positions:
                 k.prefetch(address + p * step, offset=j * size + self.columns * size)
