@@ -1,6 +1,8 @@
 """Convolution on Hopper in Gluon."""
 
+from bedstone.backends.gluon.convolution.f16x3 import ImplicitGemmF16x3
 from bedstone.backends.gluon.convolution.filter_gradient import FilterSplit, ImplicitGemm
 from bedstone.backends.gluon.convolution.halo import FilterHalo
+from bedstone.backends.gluon.convolution.transformed import Transformed
 
-ALGORITHMS = (ImplicitGemm(), FilterSplit(), FilterHalo())
+ALGORITHMS = (ImplicitGemm(), FilterSplit(), FilterHalo(), ImplicitGemmF16x3(), Transformed())

@@ -12,15 +12,16 @@ from bedstone.backends.triton.pointwise import activate
 
 @gluon.jit
 def pixel_offsets(
-    origin, rho, box, logs, out, out_strides, stride,
+    origin, rho, box, logs, out, out_strides, stride, first_row,
     BM: gl.constexpr, layout: gl.constexpr, RESIDUES: gl.constexpr,
 ):  # fmt: skip
-    """Element offsets of the patch's pixels in the output and a mask of those inside it.
+    """Element offsets in the output of BM of the patch's pixels, from first_row on, and a mask of
+    those inside it.
 
     box is powers of two, logs their logarithms but the first (d, h, w); out the output's dims
     (n, d, h, w). With RESIDUES the patch lies on every stride-th pixel, starting at rho.
     """
-    m = gl.arange(0, BM, layout=gl.SliceLayout(1, layout))
+    m = first_row + gl.arange(0, BM, layout=gl.SliceLayout(1, layout))
     w = origin[3] + (m & (box[3] - 1))
     h = origin[2] + ((m >> logs[2]) & (box[2] - 1))
     d = origin[1] + ((m >> (logs[2] + logs[1])) & (box[1] - 1))
@@ -82,7 +83,7 @@ def store_pixels(
         layout: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, WARPS], [0, 1])
     o = gl.convert_layout(v.to(y_ptr.dtype.element_ty), layout)
     offset, inside = pixel_offsets(
-        origin, rho, box, logs, out, out_strides, stride, BM, layout, RESIDUES
+        origin, rho, box, logs, out, out_strides, stride, 0, BM, layout, RESIDUES
     )
     k = first + gl.arange(0, BK, layout=gl.SliceLayout(0, layout))
     mask = inside[:, None] & (k < channels)[None, :]

@@ -15,6 +15,7 @@ from bedstone.backends.gluon.convolution import images, tiles
 from bedstone.backends.gluon.convolution.images import Filter, Image, image_map, image_of
 from bedstone.backends.gluon.convolution.implicit_gemm_ws import (
     HALVES,
+    Guarded,
     ImplicitGemmWs,
     Integers,
     declines,
@@ -115,29 +116,32 @@ class FilterChoice:
     work: FilterWork
 
 
+def filter_choice(
+    problem: ConvolutionProblem, tile: tiles.Tile, processors: int, split: bool
+) -> FilterChoice:
+    """The patch and the cut for a tile."""
+    geo = filter_view(problem).geo
+    patch = filter_patch(geo, tile.bc)
+    count = geo.groups * geo.taps * -(-geo.filters // tile.bm) * -(-geo.channels // tile.bk)
+    slots = processors * tile.resident
+    programs = runs_for(count, patch.count, slots) if split else count
+    step = 2.0 * tile.bm * tile.bk * tile.bc / (tile.rate * 1e12 / slots)
+    rounds = -(-programs // slots)
+    steps = rounds * -(-count * patch.count // programs)
+    traffic = 8.0 * (programs + count) * tile.bm * tile.bk if split else 0.0
+    seconds = work_seconds(steps, step, tile.tail * rounds, traffic)
+    work = FilterWork(count, patch.count, programs, tile.bm, tile.bk, 1, seconds)
+    return FilterChoice(tile, patch, work)
+
+
 @functools.lru_cache(maxsize=1024)
 def choose_filter(problem: ConvolutionProblem, processors: int, split: bool) -> FilterChoice:
     """The tile of the least modelled time."""
-    geo = filter_view(problem).geo
-    best = None
-    for tile in tiles.FILTER_HALF:
-        if not split and tile.accumulators > tiles.LIGHT_ACCUMULATORS:
-            continue
-        patch = filter_patch(geo, tile.bc)
-        count = geo.groups * geo.taps * -(-geo.filters // tile.bm) * -(-geo.channels // tile.bk)
-        slots = processors * tile.resident
-        programs = runs_for(count, patch.count, slots) if split else count
-        step = 2.0 * tile.bm * tile.bk * tile.bc / (tile.rate * 1e12 / slots)
-        rounds = -(-programs // slots)
-        steps = rounds * -(-count * patch.count // programs)
-        traffic = 8.0 * (programs + count) * tile.bm * tile.bk if split else 0.0
-        seconds = work_seconds(steps, step, tile.tail * rounds, traffic)
-        work = FilterWork(count, patch.count, programs, tile.bm, tile.bk, 1, seconds)
-        if best is None or seconds < best.work.seconds:
-            best = FilterChoice(tile, patch, work)
-    if best is None:
-        raise ValueError("no tile for backward_filter")
-    return best
+    fitting = [
+        tile for tile in tiles.FILTER_HALF if split or tile.accumulators <= tiles.LIGHT_ACCUMULATORS
+    ]
+    choices = [filter_choice(problem, tile, processors, split) for tile in fitting]
+    return min(choices, key=lambda choice: choice.work.seconds)
 
 
 def filter_patch(geo: Geometry, pixels: int) -> Patch:
@@ -260,31 +264,8 @@ def filter_launch(
     )  # fmt: skip
     if not split:
         return main
-    return Guarded(
-        main, sum_launch(problem, device, work, geo, geo.taps, view.flip), problem, device
-    )
-
-
-class Guarded(launch.Chain):
-    """The main kernel and the sum of its parts; the general kernel when an address is not aligned
-    (the main kernel's own fallback would leave parts that nobody wrote)."""
-
-    def __init__(
-        self, main: Kernel, total: Kernel, problem: ConvolutionProblem, device: Device
-    ) -> None:
-        super().__init__((main, total), f"{getattr(main, 'description', '')}; parts added in order")
-        self._problem, self._device = problem, device
-        self._general: Kernel | None = None
-
-    def __call__(
-        self, pointers: Any, workspace: int, alpha: float, beta: float, stream: int
-    ) -> None:
-        if (pointers[0] | pointers[1] | pointers[2] | workspace) % launch.ALIGNMENT == 0:
-            super().__call__(pointers, workspace, alpha, beta, stream)
-            return
-        if self._general is None:
-            self._general = general_kernel(self._problem, self._device)
-        self._general(pointers, 0, alpha, beta, stream)
+    total = sum_launch(problem, device, work, geo, geo.taps, view.flip)
+    return Guarded((main, total), problem, device, "parts added in order")
 
 
 def sum_launch(

@@ -214,7 +214,8 @@ def convolution_filter_sum_kernel(
     part_ptr, dw_ptr, alpha, beta,
     tiles, tile_steps, programs, filter_tiles, tap_groups, channel_tiles, taps,
     filters, channels, stride_k, stride_tap, stride_c, flip,
-    BK: tl.constexpr, BC: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+    BK: tl.constexpr, BC: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
     """dw = alpha * (sum of a tile's slots, in the order of their programs) + beta * dw.
 

@@ -10,14 +10,13 @@ from bedstone.backends.gluon.convolution import images, tiles
 from bedstone.backends.gluon.convolution.filter_gradient import (
     FilterGradient,
     FilterWork,
-    Guarded,
     filter_view,
     runs_for,
     sum_launch,
     work_seconds,
 )
 from bedstone.backends.gluon.convolution.images import Image
-from bedstone.backends.gluon.convolution.implicit_gemm_ws import multiprocessors
+from bedstone.backends.gluon.convolution.implicit_gemm_ws import Guarded, multiprocessors
 from bedstone.backends.triton import launch
 from bedstone.backends.triton.convolution.geometry import Axis
 from bedstone.plan.algorithm import Kernel
@@ -84,7 +83,7 @@ class FilterHalo(FilterGradient):
         main = halo_launch(problem, device, work)
         taps = view.geo.taps
         total = sum_launch(problem, device, work, view.geo, taps, view.flip)
-        return Guarded(main, total, problem, device)
+        return Guarded((main, total), problem, device, "parts added in order")
 
 
 def halo_map(operand: int, image: Image, columns: int) -> launch.TensorMap:

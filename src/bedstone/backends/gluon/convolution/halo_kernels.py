@@ -34,7 +34,7 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(160), gl.constexpr(24)
 
 @gluon.jit
 def atoms(bufs, atom, LENGTH: gl.constexpr):
-    """LENGTH pixels x 64 channels starting at any atom (`slice` would want a multiple of LENGTH)."""
+    """LENGTH pixels x 64 channels from any atom on (`slice` would want a multiple of LENGTH)."""
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return bufs.index(atom)._reinterpret(bufs.dtype, [LENGTH, BLOCK], layout)
 

@@ -200,7 +200,7 @@ def image_consumer(
             tma.async_copy_shared_to_global(y_desc, at, o_buf)
         else:
             offset, inside = pixel_offsets(
-                origin, rho, box, logs, out, out_strides, stride, BM, layout, RESIDUES
+                origin, rho, box, logs, out, out_strides, stride, 0, BM, layout, RESIDUES
             )
             v = add_old(
                 acc, alpha, beta, y_ptr, offset, inside, first, out_channels, channel_stride

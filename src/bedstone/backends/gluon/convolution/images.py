@@ -1,4 +1,4 @@
-"""Channels-last tensors as TMA sees them: which views a tiled map can take, and the maps themselves.
+"""Channels-last tensors as TMA sees them: which views a tiled map can take, and the maps.
 
 A map wants the channels contiguous, the other strides positive multiples of 16 bytes, at most five
 axes. Images become (n, d, h, w, c) whatever their rank; filters (k, tap, c).
@@ -55,7 +55,7 @@ class Image:
 
 
 def image_of(desc: TensorDesc) -> Image:
-    """The image of an (N, C, spatial...) descriptor. Strides of axes of size 1 are made harmless."""
+    """The image of an (N, C, spatial...) descriptor; strides of axes of size 1 made harmless."""
     missing = 5 - desc.rank
     dims = (desc.dims[0], *(1,) * missing, *desc.dims[2:], desc.dims[1])
     steps = [desc.strides[0], *(0,) * missing, *desc.strides[2:], desc.strides[1]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,9 +117,7 @@ def fits(tile: tiles.Tile, view: ImageView, store: str, activation: str) -> bool
     light = store == "tma" and activation in CHEAP_ACTIVATIONS
     if tile.accumulators > tiles.LIGHT_ACCUMULATORS and not light:
         return False
-    if view.geo.groups > 1 and (view.reduced % tile.bc or view.produced % tile.bk):
-        return False
-    return True
+    return view.geo.groups == 1 or not (view.reduced % tile.bc or view.produced % tile.bk)
 
 
 def image_seconds(tile: tiles.Tile, patch: Patch, view: ImageView, processors: int) -> float:
@@ -137,12 +136,14 @@ def table_of(problem: ConvolutionProblem) -> tuple[tiles.Tile, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_image(problem: ConvolutionProblem, processors: int) -> ImageChoice | None:
+def choose_image(
+    problem: ConvolutionProblem, table: tuple[tiles.Tile, ...], processors: int
+) -> ImageChoice | None:
     """The tile and patch of the least modelled time, None if none fits."""
     view, act = image_view(problem), problem.epilogue.activation
     store = store_order(view)
     best = None
-    for tile in table_of(problem):
+    for tile in table:
         if not fits(tile, view, store, act.kind if act is not None else "none"):
             continue
         patch = choose_patch(view.geo.images, view.geo.axes, tile.bm, view.backward)
@@ -167,6 +168,15 @@ def declines(problem: Problem, device: Device, dtypes: tuple[DType, ...]) -> str
     return None
 
 
+def image_declines(problem: ConvolutionProblem) -> str | None:
+    """Why a forward or backward_data problem's images do not suit the kernels, or None."""
+    view = image_view(problem)
+    reason = images.refuses("dy" if view.backward else "x", view.source)
+    if reason is None and view.backward and any(a.u > 1 and a.dil > 1 for a in view.geo.axes):
+        reason = "backward_data with both stride and dilation on an axis"
+    return reason
+
+
 class ImplicitGemmWs(Algorithm):
     """Warp-specialised implicit GEMM, forward and backward_data."""
 
@@ -183,30 +193,52 @@ class ImplicitGemmWs(Algorithm):
                 return f'float32 only with math="tf32"; the problem asks for {problem.math}'
             if problem.direction != "forward":
                 return "tf32 wants reduced channels innermost: forward only"
-        view = image_view(problem)
-        found = images.filter_of(problem.w)
-        reason = images.refuses("dy" if view.backward else "x", view.source)
-        reason = reason or images.filter_refuses("w", found)
-        if reason is not None:
-            return reason
-        if view.backward and any(a.u > 1 and a.dil > 1 for a in view.geo.axes):
-            return "backward_data with both stride and dilation on an axis"
-        if choose_image(problem, multiprocessors(device)) is None:
-            return f"{problem.conv.groups} groups are too narrow for its tiles"
-        return None
+        reason = image_declines(problem) or images.filter_refuses("w", images.filter_of(problem.w))
+        if (
+            reason is None
+            and choose_image(problem, table_of(problem), multiprocessors(device)) is None
+        ):
+            reason = f"{problem.conv.groups} groups are too narrow for its tiles"
+        return reason
 
     def estimate(self, problem: Problem, device: Device) -> float:
-        choice = choose_image(problem, multiprocessors(device))  # type: ignore[arg-type]
+        choice = choose_image(problem, table_of(problem), multiprocessors(device))  # type: ignore[arg-type]
         seconds = choice.seconds if choice is not None else math.inf
         return tiles.LAUNCH_SECONDS + max(seconds, problem.bytes / tiles.BANDWIDTH)
 
     def build(self, problem: Problem, device: Device) -> Kernel:
         if not isinstance(problem, ConvolutionProblem):
             raise TypeError(f"not a convolution: {problem}")
-        choice = choose_image(problem, multiprocessors(device))
+        choice = choose_image(problem, table_of(problem), multiprocessors(device))
         if choice is None:
             raise ValueError(f"no tile fits {problem}")
         return image_launch(problem, device, choice)
+
+
+class Guarded(launch.Chain):
+    """Several launches that hand results on in the workspace; the general kernel in place of all
+    when a call brings an address that TMA cannot take."""
+
+    def __init__(
+        self, launches: Sequence[Kernel], problem: ConvolutionProblem, device: Device, what: str
+    ) -> None:
+        described = [getattr(kernel, "description", "") for kernel in launches]
+        super().__init__(launches, f"{max(described, key=len)}; {what}")
+        self._problem, self._device = problem, device
+        self._general: Kernel | None = None
+
+    def __call__(
+        self, pointers: Sequence[int], workspace: int, alpha: float, beta: float, stream: int
+    ) -> None:
+        bits = workspace
+        for pointer in pointers:
+            bits |= pointer
+        if bits % launch.ALIGNMENT == 0:
+            super().__call__(pointers, workspace, alpha, beta, stream)
+            return
+        if self._general is None:
+            self._general = general_kernel(self._problem, self._device)
+        self._general(pointers, 0, alpha, beta, stream)
 
 
 def general_kernel(problem: ConvolutionProblem, device: Device) -> Kernel:
@@ -234,18 +266,31 @@ def image_arguments(
     problem: ConvolutionProblem, view: ImageView, tile: tiles.Tile, patch: Patch
 ) -> tuple[dict[str, launch.Argument], dict[str, Any]]:
     """Arguments and constants of the image kernel, by name."""
-    geo, dtype, act = view.geo, problem.x.dtype, problem.epilogue.activation
-    store = store_order(view)
+    store, last = store_order(view), len(problem.operands) - 1
+    arguments, constants = common_arguments(problem, view, tile, patch)
     found = images.filter_of(problem.w)
     if found is None:
         raise ValueError(f"the filter {problem.w} has no single axis of taps")
-    source, filters, last = (1, 0, 2) if view.backward else (0, 1, len(problem.operands) - 1)
     w_box = (tile.bc, 1, tile.bk) if view.backward else (tile.bk, 1, tile.bc)
+    arguments["w_desc"] = images.filter_map(0 if view.backward else 1, found, w_box)
+    constants |= {"WARPS": tile.warps, "STORE": store}
+    if store == "tma":
+        arguments["y_desc"] = image_map(last, view.target, patch.box, tile.bk)
+    else:
+        constants["y_desc"] = None
+    return arguments, constants
+
+
+def common_arguments(
+    problem: ConvolutionProblem, view: ImageView, tile: tiles.Tile, patch: Patch
+) -> tuple[dict[str, launch.Argument], dict[str, Any]]:
+    """What all kernels that walk an image take."""
+    geo, dtype, act = view.geo, problem.x.dtype, problem.epilogue.activation
+    last = len(problem.operands) - 1
     steps = (1, 1, 1) if view.backward else per_axis(geo, "u")
     group_columns = -(-view.produced // tile.bk)
     arguments: dict[str, launch.Argument] = {
-        "x_desc": image_map(source, view.source, patch.box, tile.bc, steps),
-        "w_desc": images.filter_map(filters, found, w_box),
+        "x_desc": image_map(1 if view.backward else 0, view.source, patch.box, tile.bc, steps),
         "y_ptr": launch.Pointer(last, dtype),
         "bias_ptr": launch.Pointer(2 if problem.epilogue.bias else last, dtype),
         **launch.factors(dtype),
@@ -264,15 +309,11 @@ def image_arguments(
         **output_arguments(view.target, patch),
     }
     constants: dict[str, Any] = {
-        "BM": tile.bm, "BK": tile.bk, "BC": tile.bc, "STAGES": tile.stages, "WARPS": tile.warps,
+        "BM": tile.bm, "BK": tile.bk, "BC": tile.bc, "STAGES": tile.stages,
         "BACKWARD": view.backward, "UNIT": view.unit, "FLIP": view.flip,
         "DEPTH": view.source.depth, "BIAS": problem.epilogue.bias,
-        "ACTIVATION": act.kind if act is not None else "none", "STORE": store,
+        "ACTIVATION": act.kind if act is not None else "none",
     }  # fmt: skip
-    if store == "tma":
-        arguments["y_desc"] = image_map(last, view.target, patch.box, tile.bk)
-    else:
-        constants["y_desc"] = None
     return arguments, constants
 
 

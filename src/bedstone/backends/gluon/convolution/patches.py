@@ -1,8 +1,8 @@
 """Which patch of pixels a tile's rows are.
 
-A tile takes BM pixels as a box bn x bd x bh x bw of powers of two. A good box covers the output with
-few tiles, and lets many taps fall wholly into the padding, where they are skipped. `count_taps`
-counts exactly what the kernels' `tap_range` will walk.
+A tile takes BM pixels as a box bn x bd x bh x bw of powers of two. A good box covers the output
+with few tiles, and lets many taps fall wholly into the padding, where they are skipped.
+`count_taps` counts exactly what the kernels' `tap_range` will walk.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What the warp-specialised kernels share: the ring of shared-memory stages, the order of tiles, the
-taps of a patch, and the addresses and arithmetic of an epilogue.
+"""What the warp-specialised kernels share: the ring of stages, the order of tiles, a patch's taps.
 
 A ring has a `full` and an `empty` barrier a stage. The producer waits for empty, asks TMA to fill
 the stage and to signal full; consumers wait for full, multiply, and signal empty. Both sides walk
@@ -49,8 +48,9 @@ def grouped(tile, rows, columns, group):
 
 @gluon.jit
 def tap_range(
-    o, rho, I, R, pad, u, dil, span, BACKWARD: gl.constexpr, UNIT: gl.constexpr, FLIP: gl.constexpr
-):
+    o, rho, size, taps, pad, u, dil, span,
+    BACKWARD: gl.constexpr, UNIT: gl.constexpr, FLIP: gl.constexpr,
+):  # fmt: skip
     """The taps that a patch needs along one axis: (first input coordinate, first tap, tap step,
     begin, end); tap number j in [begin, end) reads from coordinate first + j * dil, filter
     element tap + j * step. Taps whose rows lie wholly in the padding are left out.
@@ -59,35 +59,35 @@ def tap_range(
     (input h = o * u + rho meets the taps r with (h + pad - r * dil) % u == 0).
     """
     if UNIT:
-        n = R
+        n = taps
         step = 1
         extent = span
         if BACKWARD:
-            base = o + pad - (R - 1)
-            tap = R - 1
+            base = o + pad - (taps - 1)
+            tap = taps - 1
             step = -1
         else:
             base = o - pad
             tap = 0
         begin = gl.maximum(1 - base - extent, 0)
-        end = gl.minimum(n, gl.maximum(I - base, 0))
+        end = gl.minimum(n, gl.maximum(size - base, 0))
     else:
         if BACKWARD:
             r0 = (rho + pad) % u
-            n = gl.maximum(R - r0 + u - 1, 0) // u
+            n = gl.maximum(taps - r0 + u - 1, 0) // u
             base = o + (rho + pad) // u - (n - 1) * dil
             tap = r0 + (n - 1) * u
             step = -u
             extent = span
         else:
-            n = R
+            n = taps
             base = o * u - pad
             tap = 0
             step = 1
             extent = (span - 1) * u + 1
         begin = gl.maximum(dil - base - extent, 0) // dil
-        end = gl.minimum(n, gl.maximum(I - 1 - base + dil, 0) // dil)
+        end = gl.minimum(n, gl.maximum(size - 1 - base + dil, 0) // dil)
     if FLIP:
-        tap = R - 1 - tap
+        tap = taps - 1 - tap
         step = -step
     return base, tap, step, begin, gl.maximum(end, begin)

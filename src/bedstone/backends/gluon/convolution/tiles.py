@@ -60,6 +60,12 @@ IMAGE_TF32 = _rows(
     (64, 64, 32, 6, 4, 1, 200, 0.9), (128, 32, 32, 6, 4, 1, 150, 0.8),
 )  # fmt: skip
 
+# forward and backward_data, float32 from three float16 products: two consumers of 64 pixels.
+IMAGE_F16X3 = _rows(
+    (128, 128, 64, 3, 8, 1, 215, 2.0), (128, 64, 64, 4, 8, 1, 150, 1.6),
+)  # fmt: skip
+CAREFUL_STAGES = 2
+
 # backward_filter, 16-bit, general: BM filters x BK channels, BC pixels.
 FILTER_HALF = _rows(
     (128, 256, 64, 4, 8, 1, 700, 2.5), (128, 128, 64, 6, 8, 1, 640, 2.0),
