@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +13,10 @@ import pytest
 
 import bedstone
 from bedstone import cli
-from bedstone.bench import driver, peers, report, suites
+from bedstone.bench import check, driver, peers, plot, report, suites
+from bedstone.bench.operands import Operands
 from bedstone.bench.timing import interleaved
 from bedstone.plan.runtime import runtime_of
-from bedstone.plan.tune import Trial
 
 CONVOLUTIONS = [
     n for n in suites.names() if n not in ("pool", "softmax", "activation", "transform")
@@ -49,20 +52,18 @@ def test_paper_suite_is_the_papers_table() -> None:
 
 @pytest.mark.parametrize("direction", ["forward", "backward_data", "backward_filter"])
 @pytest.mark.parametrize("peer", ["torch", "im2col"])
-def test_peers_compute_the_same(peer: str, direction: str) -> None:
+@pytest.mark.parametrize(
+    "shape", ["n2c6h9w8k4r3s2p1u2g2", "n2c4h5k6r1", "n3c4h6k2r2", "n1c2h4k3r1p1"]
+)
+def test_peers_compute_the_same(peer: str, direction: str, shape: str) -> None:
     if peer == "torch":
         pytest.importorskip("torch")
-    problem = bedstone.parse_problem(f"convolution {direction} n2c6h9w8k4r3s2p1u2g2 float32")
-    trial = Trial(problem, runtime_of("cpu"))
-    arrays = trial.arrays()
+    problem = bedstone.parse_problem(f"convolution {direction} {shape} float32")
+    arrays = Operands(problem, runtime_of("cpu")).arrays()
     expected = problem.reference({k: v.copy() for k, v in arrays.items()})
-    result = peers.PEERS[peer](problem, arrays)()
+    result = peers.PEERS[peer](problem, arrays, "cpu").call()
     name = problem.outputs[0].name
-    if peer == "torch":
-        pick = {"forward": None, "backward_data": 0, "backward_filter": 1}[direction]
-        result = np.asarray(result if pick is None else result[pick])
-    else:
-        result = arrays[name]
+    result = arrays[name] if peer == "im2col" else np.asarray(result)
     np.testing.assert_allclose(result, expected[name], rtol=1e-4, atol=1e-4)
 
 
@@ -76,21 +77,63 @@ def test_rows_files_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str])
              "--plot", files["png"]]  # fmt: skip
     assert cli.main(words) == 0
     last = capsys.readouterr().out.strip().splitlines()[-1]
-    assert last.startswith("im2col: geomean ratio ") and last.endswith("over 3 problems")
+    assert last.startswith("geomean ratio ") and last.endswith("over 3 problems, against im2col")
     head, rows = report.read_csv(files["csv"])
     assert head["bedstone"] == bedstone.__version__ and len(rows) == 3
     assert {row["direction"] for row in rows} == {"forward", "backward_data", "backward_filter"}
     assert all(float(row["ratio"]) > 0 and row["peer"] == "im2col" for row in rows)
     assert len(json.loads(Path(files["json"]).read_text())["rows"]) == 3
-    assert Path(files["png"]).read_bytes().startswith(b"\x89PNG")
+    for kind in ("auto", "ratio", "roofline"):
+        plot.draw(files["csv"], files["png"], kind)
+        assert Path(files["png"]).read_bytes().startswith(b"\x89PNG")
+        Path(files["png"]).unlink()
+    with pytest.raises(bedstone.InvalidDescriptor, match="LAYER@BATCH"):
+        plot.draw(files["csv"], files["png"], "batch")
 
 
-def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = bedstone.parse_problem("convolution forward n1c2h5k3r2 float32")
+def test_batches_are_drawn_and_summed_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    mine, table, picture = (tmp_path / name for name in ("mine.txt", "out.csv", "out.png"))
+    mine.write_text('n1c4h8k4r3p1 "mine@1"\nn2c4h8k4r3p1 "mine@2"\n')
+    words = ["bench", "conv", "--suite", str(mine), "--csv", str(table), "--plot", str(picture)]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"mean rate by batch, of batch 2's \d+ GFLOP/s: 1: \d+%, 2: 100%", out)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "convolution forward n5c4h6k6r3p1 float32 layout=NHWC",
+        "convolution backward_data n3c6h6k4r3p1 float32",
+        "convolution backward_filter n5c4h8k6r3p1 float32",
+        "convolution forward n6c8h8k8r3p1g8 float32",
+        "pooling forward n7c4h12r3p1u2 float32 mode=max",
+        "softmax backward 64x40 float32 axes=1",
+        "softmax forward 64x40 float32 axes=0",
+    ],
+)
+def test_a_wrong_last_element_is_seen_before_timing(
+    line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = bedstone.parse_problem(line)
+    monkeypatch.setattr(check, "CHECKED_FLOPS", 2e3)
+    assert check.part_of(problem).flops < problem.flops or "axes=0" in line
     plan = bedstone.Handle().plan(problem, "reference:direct")
-    monkeypatch.setattr(plan, "kernel", lambda *_: None)
-    with pytest.raises(driver.WrongResult, match="reference:direct gives a wrong y"):
-        driver.check(problem, plan, driver.Options())
+    assert check.check(problem, plan) < 1e-6
+    right, desc = plan.kernel, problem.outputs[0].desc
+
+    def wrong(pointers: Sequence[int], *rest: object) -> None:
+        right(pointers, *rest)
+        last = pointers[-1] + 4 * desc.offset_range()[1]
+        ctypes.c_float.from_address(last).value += 1.0
+
+    monkeypatch.setattr(plan, "kernel", wrong)
+    with pytest.raises(check.WrongResult, match="reference:direct gives a wrong"):
+        check.check(problem, plan)
 
 
 def test_interleaved_takes_turns() -> None:

@@ -8,22 +8,37 @@ import time
 from collections.abc import Iterator
 
 import bedstone
-from bedstone.bench import calls, machine, plot, report, select_check, suites
+from bedstone.bench import calls, machine, plot, report, select_check, suites, timing
 from bedstone.bench.driver import Options, Row, run
 from bedstone.bench.peers import PEERS
 
 DIRECTIONS = ("forward", "backward_data", "backward_filter")
-KINDS = ("conv", "pool", "softmax", "activation", "transform", "calls", "select")
+KINDS = {
+    "conv": "convolutions (default suite: paper)",
+    "pool": "pooling",
+    "softmax": "softmax",
+    "activation": "activations",
+    "transform": "tensor transforms",
+    "calls": "what a call costs besides its arithmetic: planning, compiling, loading",
+    "select": "how often the chosen convolution algorithm is the best",
+    "plot": "draw a CSV again, measuring nothing",
+}
 EPILOG = """\
 examples:
   bedstone bench conv --suite paper --peer torch --directions all
   bedstone bench conv --suite caffenet --peer im2col --batch 16 --layout nchw
   bedstone bench conv --suite small-batch --peer torch --csv F.csv --plot F.png
+  bedstone bench conv --suite my-problems.txt --find --json F.json
   bedstone bench transform --peer torch
   bedstone bench calls
   bedstone bench select --suite resnet50 --batch 16
-A ratio is the peer's time over bedstone's: above 1 bedstone is faster. `roof` is the part reached
-of this machine's measured roofline; algorithms with fewer products than the definition can pass 1.
+  bedstone bench plot --csv F.csv --plot roofline.png --kind roofline
+
+A suite is a file of problems, one a line, such as: n128c96h64k128r9 "paper:2". Every plan is
+checked against the float64 reference before it is timed. A ratio is the peer's time over
+bedstone's: above 1 bedstone is faster. `roof` is the part reached of this machine's measured
+roofline; algorithms that multiply less than the definition, and operands that stay in the caches,
+can pass 1.
 """
 
 
@@ -31,43 +46,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bedstone bench`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    parser.add_argument("primitive", choices=KINDS, help="what to measure")
-    parser.add_argument("--suite", default="", help="suites or files, joined by commas: "
-                        + ", ".join(suites.names()))  # fmt: skip
-    parser.add_argument("--directions", default="forward", help="joined by commas, or all")
-    parser.add_argument("--dtype", default="float32", help="float32, float64, float16, bfloat16")
-    parser.add_argument("--layout", default="nchw,nhwc", help="nchw, nhwc or both (default)")
-    parser.add_argument("--peer", default="", help=f"joined by commas: {', '.join(PEERS)}")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: the settings')")
-    parser.add_argument("--algorithm", help="force one, such as cpu:implicit_gemm or 'cpu:*'")
-    parser.add_argument("--math", default="ieee", help="ieee (default), fast, ...")
-    parser.add_argument("--find", action="store_true", help="measure candidates, take the best")
-    parser.add_argument("--workspace", type=float, default=256, metavar="MIB",
-                        help="workspace granted (default 256; 0 for none)")  # fmt: skip
-    parser.add_argument("--batch", type=int, help="images, in place of the suite's own number")
-    parser.add_argument("--limit", type=int, help="only the first so many problems of a suite")
-    parser.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
-    parser.add_argument("--no-check", action="store_true", help="skip the check before timing")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there")
-    parser.add_argument("--csv", metavar="FILE", help="write the rows there")
-    parser.add_argument("--plot", metavar="FILE", help="draw them there (needs --csv)")
+    what = "; ".join(f"{kind}: {text}" for kind, text in KINDS.items())
+    parser.add_argument("what", choices=KINDS, metavar="WHAT", help=what)
+    add = parser.add_argument
+    add("--suite", default="", help="joined by commas; files of your own, or of "
+        + ", ".join(suites.names()))  # fmt: skip
+    add("--directions", default="forward", help=f"of {', '.join(DIRECTIONS)}, or all")
+    add("--dtype", default="float32", help="float32, float64, float16, bfloat16")
+    add("--layout", default="nchw,nhwc", help="nchw, nhwc or both (default)")
+    add("--peer", default="", help=f"joined by commas: {', '.join(PEERS)}")
+    add("--threads", type=int, help="CPU threads (default: the settings')")
+    add("--algorithm", help="force one, such as cpu:implicit_gemm or 'cpu:*'")
+    add("--math", default="ieee", help="ieee (default), fast, tf32, bf16, bf16x6, bf16x3")
+    add("--find", action="store_true", help="measure the candidates, take the best")
+    add("--workspace", type=float, default=256.0, metavar="MIB",
+        help="granted to plans (default 256, 0 for none)")  # fmt: skip
+    add("--batch", type=int, help="images, in place of the suite's own number")
+    add("--limit", type=int, help="only the first so many problems of a suite")
+    add("--device", default="cpu", help="cpu (default), cuda or cuda:N")
+    add("--no-check", action="store_true", help="skip the check before timing")
+    add("--json", metavar="FILE", help="write the rows there")
+    add("--csv", metavar="FILE", help="write the rows there")
+    add("--plot", metavar="FILE", help="draw the CSV there")
+    add("--kind", choices=plot.KINDS, default="auto", help="of plot (default auto: by the rows)")
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the command line's benchmark."""
     if args.plot and not args.csv:
-        raise bedstone.InvalidDescriptor(
-            "--plot", args.plot, "--csv FILE too: plots are drawn from it"
-        )
+        expected = "--csv FILE too: plots are drawn from it"
+        raise bedstone.InvalidDescriptor("--plot", args.plot, expected)
+    if args.what == "plot":
+        if not args.plot:
+            raise bedstone.InvalidDescriptor("--plot", None, "the picture's file")
+        plot.draw(args.csv, args.plot, args.kind)
+        return 0
     settings = {} if args.threads is None else {"num_threads": args.threads}
     with bedstone.config(**settings):
-        if args.primitive == "calls":
+        timing.keep_freed_memory()
+        if args.what == "calls":
             for what, value, unit in calls.table():
                 print(f"{what:34} {value:10.2f} {unit}")
             return 0
         problems = list(_problems(args))
-        if args.primitive == "select":
-            return select_check.main(problems, _bytes(args.workspace))
+        if args.what == "select":
+            return select_check.main(problems, args.device, _bytes(args.workspace))
         return _measure(args, problems)
 
 
@@ -75,51 +98,67 @@ def _bytes(mib: float) -> int:
     return int(mib * 2**20)
 
 
+def _words(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    words = tuple(word for word in text.split(",") if word)
+    for word in words:
+        if word not in known:
+            raise bedstone.InvalidDescriptor(option, word, f"one of {known}")
+    return words
+
+
 def _problems(args: argparse.Namespace) -> Iterator[tuple[str, bedstone.Problem]]:
-    convolution = args.primitive in ("conv", "select")
-    default = "paper" if convolution else args.primitive
-    for suite in (args.suite or default).split(","):
+    convolution = args.what in ("conv", "select")
+    all_directions = args.directions == "all"
+    directions = DIRECTIONS if all_directions else _words(
+        "--directions", args.directions, DIRECTIONS)  # fmt: skip
+    layouts = _words("--layout", args.layout, ("nchw", "nhwc"))
+    for name in ("batch", "limit"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise bedstone.InvalidDescriptor(f"--{name}", value, "1 or more")
+    for suite in (args.suite or ("paper" if convolution else args.what)).split(","):
         entries = suites.read(suite)[: args.limit]
-        if not convolution:
-            yield from suites.others(entries, args.dtype)
-            continue
-        directions = list(DIRECTIONS) if args.directions == "all" else args.directions.split(",")
-        layouts = args.layout.split(",")
-        yield from suites.convolutions(
-            entries, directions, args.dtype, layouts, args.batch, args.math
-        )
+        if convolution:
+            yield from suites.convolutions(
+                entries, directions, args.dtype, layouts, args.batch, args.math
+            )
+        elif args.batch is not None:
+            raise bedstone.InvalidDescriptor("--batch", args.batch, "convolutions to apply it to")
+        else:
+            yield from suites.others(entries, args.dtype, layouts if args.what == "pool" else ())
 
 
 def _measure(args: argparse.Namespace, problems: list[tuple[str, bedstone.Problem]]) -> int:
-    peers = tuple(peer for peer in args.peer.split(",") if peer)
-    for peer in peers:
-        if peer not in PEERS:
-            raise bedstone.InvalidDescriptor("--peer", peer, f"one of {list(PEERS)}")
     options = Options(
-        peers, args.algorithm, args.find, _bytes(args.workspace), args.device, not args.no_check
-    )
-    ceilings = machine.measure()
-    rates = ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in ceilings.flops.items())
-    device = f"{bedstone.default_handle().device.name}, {bedstone.get_num_threads()} threads"
-    print(f"{device}; measured peak {rates}, copy {ceilings.bandwidth / 1e9:.0f} GB/s")
-    print(report.HEADER)
+        _words("--peer", args.peer, tuple(PEERS)),
+        args.algorithm, args.find, _bytes(args.workspace), args.device, not args.no_check,
+    )  # fmt: skip
+    handle = bedstone.Handle(args.device)
+    ceilings = machine.measure(handle.device.kind)
+    threads = f", {bedstone.get_num_threads()} threads" if handle.device.kind == "cpu" else ""
+    print(f"{handle.device.name}{threads}; {ceilings}")
+    print(report.header(problems[0][1].primitive))
     rows: list[Row] = []
     start = time.monotonic()
-    for done, problem in enumerate(problems):
+    for done, (name, problem) in enumerate(problems):
         _progress(done, len(problems), start)
-        for row in run([problem], options, ceilings):
+        for row in run(name, problem, handle, options, ceilings):
             rows.append(row)
             print(report.line(row), flush=True)
     _progress(len(problems), len(problems), start)
+    _store(args, rows, report.environment(handle.device, ceilings))
     notes = sorted({row.note for row in rows if row.note})
     print(*notes, *report.summary(rows), sep="\n")
-    if args.csv:
-        report.write_csv(args.csv, rows)
-    if args.json:
-        report.write_json(args.json, rows)
-    if args.plot:
-        plot.draw(args.csv, args.plot)
     return 0
+
+
+def _store(args: argparse.Namespace, rows: list[Row], head: dict[str, str]) -> None:
+    if args.csv:
+        report.write_csv(args.csv, rows, head)
+    if args.json:
+        report.write_json(args.json, rows, head)
+    if args.plot:
+        plot.draw(args.csv, args.plot, args.kind)
 
 
 def _progress(done: int, total: int, start: float) -> None:

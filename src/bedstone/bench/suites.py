@@ -7,7 +7,7 @@ come from the command line. Other primitives write `PRIMITIVE DIRECTION SHAPE [k
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,9 +53,13 @@ def read(suite: str) -> list[Entry]:
 
 
 def convolutions(
-    entries: list[Entry], directions: list[str], dtype: str, layouts: list[str], batch: int | None,
+    entries: Sequence[Entry],
+    directions: Sequence[str],
+    dtype: str,
+    layouts: Sequence[str],
+    batch: int | None = None,
     math: str = "ieee",
-) -> Iterator[tuple[str, bedstone.ConvolutionProblem]]:  # fmt: skip
+) -> Iterator[tuple[str, bedstone.ConvolutionProblem]]:
     """(name, problem) of every entry in every direction and layout."""
     for entry in entries:
         for direction in directions:
@@ -78,7 +82,12 @@ def with_batch(problem: bedstone.ConvolutionProblem, batch: int) -> bedstone.Con
     )  # fmt: skip
 
 
-def others(entries: list[Entry], dtype: str) -> Iterator[tuple[str, bedstone.Problem]]:
-    """(name, problem) of entries that name their primitive."""
+def others(
+    entries: Sequence[Entry], dtype: str, layouts: Sequence[str] = ()
+) -> Iterator[tuple[str, bedstone.Problem]]:
+    """(name, problem) of entries that name their primitive; `layouts` are the memory orders of the
+    tensors that do not name their own (NCHW without)."""
     for entry in entries:
-        yield entry.name, bedstone.parse_problem(" ".join((*entry.words, dtype)))
+        for layout in layouts or ("nchw",):
+            line = " ".join((*entry.words, dtype, f"layout={layout}"))
+            yield entry.name, bedstone.parse_problem(line)
