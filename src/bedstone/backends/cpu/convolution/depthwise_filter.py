@@ -12,15 +12,10 @@ import itertools
 from typing import Any
 
 from bedstone.backends.cpu import cost
-from bedstone.backends.cpu.convolution.depthwise import (
-    EFFICIENCY,
-    TAPS_MAX,
-    ZERO_BYTES_MAX,
-    ChannelsFirst,
-    ChannelsLast,
-    Emitter,
-    shape_of,
-)
+from bedstone.backends.cpu.convolution.depthwise import EFFICIENCY, TAPS_MAX, ZERO_BYTES_MAX
+from bedstone.backends.cpu.convolution.depthwise_emitter import Emitter, shape_of
+from bedstone.backends.cpu.convolution.depthwise_first import ChannelsFirst
+from bedstone.backends.cpu.convolution.depthwise_last import ChannelsLast
 from bedstone.backends.cpu.irtypes import itemsize
 from bedstone.backends.cpu.kernel import CompiledKernel, compiled
 from bedstone.backends.cpu.target import MIB, Target
