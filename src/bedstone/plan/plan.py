@@ -69,7 +69,11 @@ class Plan:
         self._check_overlaps(refs)
         address = self._check_workspace(workspace)
         self.kernel(
-            [ref.pointer for ref in refs], address, float(alpha), float(beta), refs[-1].stream
+            [ref.pointer for ref in refs],
+            address,
+            _number("alpha", alpha),
+            _number("beta", beta),
+            refs[-1].stream,
         )
 
     def _match(self, arrays: Sequence[object], named: Mapping[str, object]) -> list[ArrayRef]:
@@ -147,6 +151,13 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"Plan({str(self.problem)!r}, algorithm={self.algorithm!r}, device='{self.device}')"
+
+
+def _number(argument: str, value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise InvalidDescriptor(argument, value, "a number") from None
 
 
 def same_elements(a: TensorDesc, b: TensorDesc) -> bool:
