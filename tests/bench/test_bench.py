@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +17,7 @@ import pytest
 
 import bedstone
 from bedstone import cli
-from bedstone.bench import check, driver, peers, plot, report, suites
+from bedstone.bench import check, driver, machine, peers, plot, report, suites
 from bedstone.bench.operands import Operands
 from bedstone.bench.timing import interleaved
 from bedstone.plan.runtime import runtime_of
@@ -134,6 +138,20 @@ def test_a_wrong_last_element_is_seen_before_timing(
     monkeypatch.setattr(plan, "kernel", wrong)
     with pytest.raises(check.WrongResult, match="reference:direct gives a wrong"):
         check.check(problem, plan)
+
+
+def test_load_of_others_is_seen() -> None:
+    load = machine.OtherLoad()
+    if load.share() is None:
+        pytest.skip("the system does not tell")
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        time.sleep(1.0)
+    finally:
+        busy.kill()
+        busy.wait()
+    share = load.share()
+    assert share is not None and share > 0.3 / (os.cpu_count() or 1)
 
 
 def test_interleaved_takes_turns() -> None:

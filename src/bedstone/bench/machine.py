@@ -1,8 +1,12 @@
-"""The roofline of a machine: the least time any implementation needs for a problem."""
+"""The machine: its roofline (the least time any implementation needs for a problem), and how busy
+others keep it while something is measured."""
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import bedstone
 from bedstone.plan import registry
@@ -47,3 +51,33 @@ def measure(device_kind: str = "cpu") -> Ceilings:
         if ceilings and usable and device_kind in registry.device_kinds(backend):
             return Ceilings(*ceilings())  # type: ignore[operator]
     return Ceilings({}, 0.0)
+
+
+class OtherLoad:
+    """The part of all CPU time that other processes take from the moment this object is made.
+
+    Timings made beside other work mislead: a library that shares its work out evenly waits for
+    the thread that was held up, one that shares it out as it goes does not.
+    """
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float, float] | None:
+        """Seconds of the clock, of all processes, of this one; None where the system is silent."""
+        try:
+            words = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
+        except OSError:
+            return None
+        user, nice, system, _, _, irq, soft, steal = (int(word) for word in words[1:9])
+        busy = (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
+        return time.monotonic(), busy, time.process_time()
+
+    def share(self) -> float | None:
+        """Between 0 and 1; None where the system does not tell."""
+        now = self._now()
+        if now is None or self._start is None:
+            return None
+        wall, busy, mine = (after - before for after, before in zip(now, self._start))
+        return min(1.0, max(0.0, (busy - mine) / ((os.cpu_count() or 1) * max(wall, 1e-3))))

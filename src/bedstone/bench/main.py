@@ -23,6 +23,7 @@ KINDS = {
     "select": "how often the chosen convolution algorithm is the best",
     "plot": "draw a CSV again, measuring nothing",
 }
+CROWDED = 0.05  # of the CPU's time taken by others: say so beside the results
 EPILOG = """\
 examples:
   bedstone bench conv --suite paper --peer torch --directions all
@@ -139,15 +140,21 @@ def _measure(args: argparse.Namespace, problems: list[tuple[str, bedstone.Proble
     print(f"{handle.device.name}{threads}; {ceilings}")
     print(report.header(problems[0][1].primitive))
     rows: list[Row] = []
-    start = time.monotonic()
+    start, load = time.monotonic(), machine.OtherLoad()
     for done, (name, problem) in enumerate(problems):
         _progress(done, len(problems), start)
         for row in run(name, problem, handle, options, ceilings):
             rows.append(row)
             print(report.line(row), flush=True)
     _progress(len(problems), len(problems), start)
-    _store(args, rows, report.environment(handle.device, ceilings))
     notes = sorted({row.note for row in rows if row.note})
+    head = report.environment(handle.device, ceilings)
+    others = load.share()
+    if others is not None:
+        head["other load"] = f"{100 * others:.0f}% of the CPU"
+        if others > CROWDED:
+            notes.append(f"caution: other processes took {head['other load']} meanwhile")
+    _store(args, rows, head)
     print(*notes, *report.summary(rows), sep="\n")
     return 0
 
