@@ -314,8 +314,9 @@ class Launch:
         self._function = driver.load(
             self.binary.code, self.binary.name, self.binary.shared, self.device.index
         )
-        for argument, meta, address in self._maps:
-            encode_map(argument, meta, address)
+        with driver.current(self.device.index):
+            for argument, meta, address in self._maps:
+                encode_map(argument, meta, address)
         self._launch, self._replace = cuda.cuLaunchKernelEx, cuda.cuTensorMapReplaceAddress
         self._config_pointer = ctypes.byref(self._config)
 

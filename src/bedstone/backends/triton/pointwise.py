@@ -21,15 +21,24 @@ GELU_CUBIC = tl.constexpr(0.044715)
 
 
 @triton.jit
+def power_of_two(n):
+    """2^n as float32, for integers n from -126 to 127, by writing the exponent's bits."""
+    return ((n + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def exp(x):
     """e^x within 2 units in the last place."""
     if x.dtype == tl.float64:
         return tl.exp(x)
-    t = tl.where(x > EXP_LIMIT, EXP_LIMIT, tl.where(x < -EXP_LIMIT, -EXP_LIMIT, x))
-    n = tl.floor(t * LOG2_E + 0.5)
-    r = (t - n * LN2_HIGH) - n * LN2_LOW
-    half = tl.floor(0.5 * n)
-    return tl.exp(r) * tl.exp2(half) * tl.exp2(n - half)
+    else:
+        t = tl.where(x > EXP_LIMIT, EXP_LIMIT, tl.where(x < -EXP_LIMIT, -EXP_LIMIT, x))
+        n = tl.floor(t * LOG2_E + 0.5)
+        r = (t - n * LN2_HIGH) - n * LN2_LOW
+        # In two factors, since 2^n alone may overflow where e^x does not.
+        i = tl.where(n == n, n, 0.0).to(tl.int32)
+        half = i >> 1
+        return tl.exp(r) * power_of_two(half) * power_of_two(i - half)
 
 
 @triton.jit
@@ -40,14 +49,15 @@ def expm1(x):
         d = u - 1
         near = d * x / tl.log(tl.where((u == 1) | (u == 0), 2.0, u))
         return tl.where(u == 1, x, tl.where(tl.abs(x) < 1, near, d))
-    p = 1.0 + x * (1 / 8)
-    p = 1.0 + x * (1 / 7) * p
-    p = 1.0 + x * (1 / 6) * p
-    p = 1.0 + x * (1 / 5) * p
-    p = 1.0 + x * (1 / 4) * p
-    p = 1.0 + x * (1 / 3) * p
-    p = 1.0 + x * (1 / 2) * p
-    return tl.where(tl.abs(x) < 0.5, x * p, exp(x) - 1)
+    else:
+        p = 1.0 + x * (1 / 8)
+        p = 1.0 + x * (1 / 7) * p
+        p = 1.0 + x * (1 / 6) * p
+        p = 1.0 + x * (1 / 5) * p
+        p = 1.0 + x * (1 / 4) * p
+        p = 1.0 + x * (1 / 3) * p
+        p = 1.0 + x * (1 / 2) * p
+        return tl.where(tl.abs(x) < 0.5, x * p, exp(x) - 1)
 
 
 @triton.jit
@@ -71,17 +81,18 @@ def log(x):
     """log of x >= 0 within 2 units in the last place, near 1 too."""
     if x.dtype == tl.float64:
         return tl.log(x)
-    bits = x.to(tl.int32, bitcast=True)
-    e = (bits - 0x3F3504F3) >> 23  # x = 2^e f with f from sqrt(1/2) to sqrt(2)
-    f = (bits - (e << 23)).to(tl.float32, bitcast=True)
-    s = (f - 1) / (f + 1)
-    t = s * s
-    p = 1.0 / 11 + 0 * t
-    for i in tl.static_range(5):
-        p = 1.0 / (9 - 2 * i) + t * p
-    n = e.to(tl.float32)
-    near = n * LN2_HIGH + (2 * s * p + n * LN2_LOW)
-    return tl.where(x == 0, float("-inf"), tl.where((x == float("inf")) | (x != x), x, near))
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        e = (bits - 0x3F3504F3) >> 23  # x = 2^e f with f from sqrt(1/2) to sqrt(2)
+        f = (bits - (e << 23)).to(tl.float32, bitcast=True)
+        s = (f - 1) / (f + 1)
+        t = s * s
+        p = 1.0 / 11 + 0 * t
+        for i in tl.static_range(5):
+            p = 1.0 / (9 - 2 * i) + t * p
+        n = e.to(tl.float32)
+        near = n * LN2_HIGH + (2 * s * p + n * LN2_LOW)
+        return tl.where(x == 0, float("-inf"), tl.where((x == float("inf")) | (x != x), x, near))
 
 
 @triton.jit
@@ -111,19 +122,20 @@ def normal_cdf(x):
     """(1 + erf(x / sqrt 2)) / 2."""
     if x.dtype == tl.float64:
         return 0.5 * (1 + tl.erf(x * SQRT_HALF))
-    z = tl.abs(x) * SQRT_HALF
-    t = 1 / (1 + 0.5 * z)
-    p = 0.17087277
-    p = -0.82215223 + t * p
-    p = 1.48851587 + t * p
-    p = -1.13520398 + t * p
-    p = 0.27886807 + t * p
-    p = -0.18628806 + t * p
-    p = 0.09678418 + t * p
-    p = 0.37409196 + t * p
-    p = 1.00002368 + t * p
-    tail = 0.5 * t * exp(-z * z - 1.26551223 + t * p)
-    return tl.where(x < 0, tail, 1 - tail)
+    else:
+        z = tl.abs(x) * SQRT_HALF
+        t = 1 / (1 + 0.5 * z)
+        p = 0.17087277
+        p = -0.82215223 + t * p
+        p = 1.48851587 + t * p
+        p = -1.13520398 + t * p
+        p = 0.27886807 + t * p
+        p = -0.18628806 + t * p
+        p = 0.09678418 + t * p
+        p = 0.37409196 + t * p
+        p = 1.00002368 + t * p
+        tail = 0.5 * t * exp(-z * z - 1.26551223 + t * p)
+        return tl.where(x < 0, tail, 1 - tail)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from bedstone.spec.tensor import TensorDesc
 
 WARPS = 4
 STRIP = 1024  # elements of a program's strip: 8 a thread
+UNROLL = 4  # taps, or windows, an axis
 INDEX = DType.int64
 AnyPooling = PoolingProblem | AdaptivePoolingProblem
 
@@ -35,6 +36,8 @@ class Direct(Algorithm):
     def supports(self, problem: Problem, device: Device) -> str | None:
         if not isinstance(problem, (PoolingProblem, AdaptivePoolingProblem)):
             return "it computes pooling"
+        if math.prod(problem.x.dims[2:]) >= 2**31:
+            return "takes images of less than 2^31 pixels"
         if Grid(problem.outputs[0].desc).programs > MAX_PROGRAMS:
             return f"needs more than {MAX_PROGRAMS} programs"
         return None
@@ -121,6 +124,11 @@ def _strides(desc: TensorDesc, grid: Grid) -> launch.Integers:
     return launch.Integers(values, "i64" if high - low >= 2**31 else "i32", unit if words else 1)
 
 
+def _unrolled(counts: tuple[int, ...]) -> tuple[int, ...]:
+    """Short loops are unrolled whole, so that their loads are in flight together."""
+    return tuple(n if n <= UNROLL else 1 for n in counts)
+
+
 def _geometry(problem: AnyPooling, grid: Grid) -> tuple[dict[str, Any], dict[str, Any]]:
     """(arguments, constants) that both kernels take."""
     n, c, *size = problem.x.dims
@@ -141,13 +149,15 @@ def _geometry(problem: AnyPooling, grid: Grid) -> tuple[dict[str, Any], dict[str
         "C": launch.Scalar(c, divisor=unit if words else 1),
         "size": launch.Integers(_three(size, 1)),
         "out": launch.Integers(_three(problem.y.dims[2:], 1)),
-        "window": launch.Integers(_three(window, 1)),
-        "low": launch.Integers(_three(low, 0)),
-        "high": launch.Integers(_three(high, 0)),
-        "step": launch.Integers(_three(stride, 1)),
-        "dil": launch.Integers(_three(dilation, 1)),
     }
+    # The windows' numbers are baked in: then no index is divided by a variable.
     constants = {
+        "window": _three(window, 1),
+        "low": _three(low, 0),
+        "high": _three(high, 0),
+        "step": _three(stride, 1),
+        "dil": _three(dilation, 1),
+        "unroll": _unrolled(_three(window, 1)),
         "MODE": mode,
         "ADAPTIVE": adaptive,
         "ACC": launch.accumulator(problem.x.dtype),
@@ -209,9 +219,9 @@ def _backward(problem: AnyPooling, device: Device, found: TensorDesc | None = No
         "i_strides": _strides(i_desc, grid),
         "dy_strides": _strides(dy, grid),
         "dx_strides": _strides(dx, grid),
-        "covers": launch.Integers(_three(_covers(problem), 1)),
     }
-    constants |= {"SOURCE": source}
+    covers = _three(_covers(problem), 1)
+    constants |= {"SOURCE": source, "covers": covers, "ask": _unrolled(covers)}
     return launch.prepare(
         device, kernels.pooling_backward_kernel, (grid.programs,), arguments, constants,
         num_warps=WARPS,

@@ -29,17 +29,17 @@ def window_share(
     p, size, out, window, low, high, step, dil, MODE: tl.constexpr, ADAPTIVE: tl.constexpr
 ):  # fmt: skip
     """How many taps of window p count in the divisor along one axis."""
-    start = window_start(p, size, out, low, step, ADAPTIVE)
-    taps = window_taps(p, size, out, window, ADAPTIVE)
-    count = 0 * p
-    for t in range(window):
-        at = start + t * dil
+    if ADAPTIVE:
+        return window_taps(p, size, out, window, ADAPTIVE)
+    else:
+        start = window_start(p, size, out, low, step, ADAPTIVE)
+        stop = size
+        first = 0
         if MODE == "average_include_padding":
-            counts = at < size + high
+            stop = size + high
         else:
-            counts = (at >= 0) & (at < size)
-        count += (counts & (t < taps)).to(tl.int32)
-    return count
+            first = tl.maximum((dil - 1 - start) // dil, 0)
+        return tl.maximum(tl.minimum((stop - start + dil - 1) // dil, window) - first, 0)
 
 
 @triton.jit
@@ -52,40 +52,47 @@ def row_of(pid, shape):
 
 @triton.jit
 def first_maximum(
-    x_ptr, od, oh, ow, ok, size, out, window, low, step, dil, x_strides, ACC: tl.constexpr
+    x_ptr, od, oh, ow, ok, size, x_strides, window: tl.constexpr, low: tl.constexpr,
+    step: tl.constexpr, dil: tl.constexpr, unroll: tl.constexpr, INDEXED: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
-    """(largest value, flat position) of the windows; the first wins, NaN is above everything."""
+    """(largest value, flat position) of the windows; the first wins, NaN is above everything.
+    Without INDEXED the position is not looked for."""
     best = tl.where(ok, float("-inf"), float("-inf")).to(ACC)
-    where = tl.where(ok, -1, -1).to(tl.int64)
-    for t in range(window[0]):
+    where = tl.where(ok, -1, -1)
+    for t in tl.range(0, window[0], loop_unroll_factor=unroll[0]):
         d = od * step[0] - low[0] + t * dil[0]
-        for r in range(window[1]):
+        for r in tl.range(0, window[1], loop_unroll_factor=unroll[1]):
             h = oh * step[1] - low[1] + r * dil[1]
             ok_row = ok & (d >= 0) & (d < size[0]) & (h >= 0) & (h < size[1])
-            for s in range(window[2]):
+            for s in tl.range(0, window[2], loop_unroll_factor=unroll[2]):
                 w = ow * step[2] - low[2] + s * dil[2]
                 inside = ok_row & (w >= 0) & (w < size[2])
                 offs = d * x_strides[2] + h * x_strides[3] + w * x_strides[4]
                 value = tl.load(x_ptr + offs, mask=inside, other=float("-inf")).to(ACC)
-                larger = (value > best) | ((value != value) & (best == best)) | (where == -1)
-                take = larger & inside
+                if INDEXED:
+                    larger = (value > best) | ((value != value) & (best == best)) | (where < 0)
+                    take = larger & inside
+                    where = tl.where(take, (d * size[1] + h) * size[2] + w, where)
+                else:
+                    take = (value > best) | (value != value)
                 best = tl.where(take, value, best)
-                flat = (d * size[1] + h).to(tl.int64) * size[2] + w
-                where = tl.where(take, flat, where)
     return best, where
 
 
 @triton.jit
 def pooling_forward_kernel(
-    x_ptr, y_ptr, i_ptr, alpha, beta, N, C, size, out, window, low, high, step, dil,
-    x_strides, y_strides, i_strides,
+    x_ptr, y_ptr, i_ptr, alpha, beta, N, C, size, out, x_strides, y_strides, i_strides,
+    window: tl.constexpr, low: tl.constexpr, high: tl.constexpr, step: tl.constexpr,
+    dil: tl.constexpr, unroll: tl.constexpr,
     MODE: tl.constexpr, ADAPTIVE: tl.constexpr, VALUES: tl.constexpr, INDICES: tl.constexpr,
     ACC: tl.constexpr, CHANNELS_LAST: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr,
 ):  # fmt: skip
     """y = alpha * pool(x) + beta * y and the maxima's flat positions, one row of a strip of y.
 
-    size, out, window, low and high padding, step (stride) and dil(ation) are (d, h, w); strides
-    (n, c, d, h, w). Taps outside x are masked. VALUES False: only the indices are written.
+    size, out, window, low and high padding, step (stride) and dil(ation) are (d, h, w), `unroll`
+    says how far the loops over taps are unrolled; strides (n, c, d, h, w). Taps outside x are
+    masked. VALUES False: only the indices are written.
     """
     number, od, oh = row_of(tl.program_id(0), out)
     n, c, ow, ok = strip(number, C, out[2], N, CHANNELS_LAST, BA, BB)
@@ -93,11 +100,11 @@ def pooling_forward_kernel(
     x_ptr += n * x_strides[0] + c * x_strides[1]
     if MODE == "max":
         result, where = first_maximum(
-            x_ptr, od, oh, ow, ok, size, out, window, low, step, dil, x_strides, ACC
+            x_ptr, od, oh, ow, ok, size, x_strides, window, low, step, dil, unroll, INDICES, ACC
         )
         if INDICES:
             row = n * i_strides[0] + c * i_strides[1] + od * i_strides[2] + oh * i_strides[3]
-            tl.store(i_ptr + row + ow * i_strides[4], where, mask=ok)
+            tl.store(i_ptr + row + ow * i_strides[4], where.to(tl.int64), mask=ok)
     else:
         result = tl.zeros((BA, BB), ACC)
         d0 = window_start(od, size[0], out[0], low[0], step[0], ADAPTIVE)
@@ -106,13 +113,13 @@ def pooling_forward_kernel(
         taps_d = window_taps(od, size[0], out[0], window[0], ADAPTIVE)
         taps_h = window_taps(oh, size[1], out[1], window[1], ADAPTIVE)
         taps_w = window_taps(ow, size[2], out[2], window[2], ADAPTIVE)
-        for t in range(window[0]):
+        for t in tl.range(0, window[0], loop_unroll_factor=unroll[0]):
             d = d0 + t * dil[0]
             ok_d = ok & (d >= 0) & (d < size[0]) & (t < taps_d)
-            for r in range(window[1]):
+            for r in tl.range(0, window[1], loop_unroll_factor=unroll[1]):
                 h = h0 + r * dil[1]
                 ok_h = ok_d & (h >= 0) & (h < size[1]) & (r < taps_h)
-                for s in range(window[2]):
+                for s in tl.range(0, window[2], loop_unroll_factor=unroll[2]):
                     w = w0 + s * dil[2]
                     inside = ok_h & (w >= 0) & (w < size[2]) & (s < taps_w)
                     offs = d * x_strides[2] + h * x_strides[3] + w * x_strides[4]
@@ -157,14 +164,17 @@ def covered(h, p, size, out, window, low, step, dil, ADAPTIVE: tl.constexpr):
 
 @triton.jit
 def pooling_backward_kernel(
-    x_ptr, i_ptr, dy_ptr, dx_ptr, alpha, beta, N, C, size, out, window, low, high, step, dil,
-    covers, x_strides, i_strides, dy_strides, dx_strides,
+    x_ptr, i_ptr, dy_ptr, dx_ptr, alpha, beta, N, C, size, out,
+    x_strides, i_strides, dy_strides, dx_strides,
+    window: tl.constexpr, low: tl.constexpr, high: tl.constexpr, step: tl.constexpr,
+    dil: tl.constexpr, unroll: tl.constexpr, covers: tl.constexpr, ask: tl.constexpr,
     MODE: tl.constexpr, SOURCE: tl.constexpr, ADAPTIVE: tl.constexpr, ACC: tl.constexpr,
     CHANNELS_LAST: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr,
 ):  # fmt: skip
     """dx = alpha * (sum of the covering windows' shares of dy) + beta * dx, one row of a strip.
 
-    An element asks at most covers = (d, h, w) windows, last one first. A window's share is
+    An element asks at most covers = (d, h, w) windows, last one first (`ask` and `unroll`: how far
+    these loops and those over taps are unrolled). A window's share is
     dy / divisor (averages), or dy if the element is its maximum, which SOURCE says: "indices" or
     "x" (the window is searched again).
     """
@@ -174,17 +184,17 @@ def pooling_backward_kernel(
     dy_ptr += n * dy_strides[0] + c * dy_strides[1]
     i_ptr += n * i_strides[0] + c * i_strides[1]
     x_ptr += n * x_strides[0] + c * x_strides[1]
-    own = (d * size[1] + h).to(tl.int64) * size[2] + w
+    own = (d * size[1] + h) * size[2] + w
     total = tl.zeros((BA, BB), ACC)
-    for i in range(covers[0]):
+    for i in tl.range(0, covers[0], loop_unroll_factor=ask[0]):
         od = last_window(d, size[0], out[0], low[0], step[0], ADAPTIVE) - i
         ok_d = ok & covered(d, od, size[0], out[0], window[0], low[0], step[0], dil[0], ADAPTIVE)
-        for j in range(covers[1]):
+        for j in tl.range(0, covers[1], loop_unroll_factor=ask[1]):
             oh = last_window(h, size[1], out[1], low[1], step[1], ADAPTIVE) - j
             ok_h = ok_d & covered(
                 h, oh, size[1], out[1], window[1], low[1], step[1], dil[1], ADAPTIVE
             )
-            for k in range(covers[2]):
+            for k in tl.range(0, covers[2], loop_unroll_factor=ask[2]):
                 ow = last_window(w, size[2], out[2], low[2], step[2], ADAPTIVE) - k
                 inside = ok_h & covered(
                     w, ow, size[2], out[2], window[2], low[2], step[2], dil[2], ADAPTIVE
@@ -197,8 +207,8 @@ def pooling_backward_kernel(
                         where = tl.load(i_ptr + offs, mask=inside, other=-1)
                     else:
                         _, where = first_maximum(
-                            x_ptr, od, oh, ow, inside, size, out, window, low, step, dil,
-                            x_strides, ACC,
+                            x_ptr, od, oh, ow, inside, size, x_strides, window, low, step, dil,
+                            unroll, True, ACC,
                         )  # fmt: skip
                     total += tl.where(inside & (where == own), dy, 0.0)
                 else:

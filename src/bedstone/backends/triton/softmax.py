@@ -14,15 +14,16 @@ from typing import Any
 
 from bedstone.backends.triton import chips, launch
 from bedstone.backends.triton import softmax_kernels as kernels
-from bedstone.backends.triton.walk import MAX_PROGRAMS, OUTER, merged, power_of_two
+from bedstone.backends.triton.walk import MAX_PROGRAMS, OUTER, common_word, merged, power_of_two
 from bedstone.plan.algorithm import Algorithm, Kernel
 from bedstone.plan.device import Device
 from bedstone.spec.problem import Problem
 from bedstone.spec.softmax import SoftmaxProblem
 from bedstone.spec.tensor import TensorDesc
 
-ONE_TILE = 8192  # elements of a row that registers hold: 32 a thread of 256
-TILE = 4096  # elements of a program's tile of short rows: 32 a thread of 128
+ELEMENTS = 16  # a thread: 64 bytes of float32 in flight, and registers for many programs
+ONE_TILE = 8192  # elements of a row that registers hold: 16 a thread of 512
+TILE = 2048  # elements of a program's tile of short rows: 16 a thread of 128
 COLUMNS = 64  # rows side by side where the normalised axis is not the innermost one
 
 
@@ -115,21 +116,19 @@ class Online(Algorithm):
         kind = "i64" if rows.wide else "i32"
         unit = launch.ALIGNMENT // dtype.itemsize
 
-        def integers(values: tuple[int, ...], whole: bool) -> launch.Integers:
-            return launch.Integers(values, kind, unit if whole else 1)
-
-        whole = _whole_words(rows, unit)
+        whole = common_word([v for row in (*rows.row_strides, *rows.strides) for v in row], unit)
+        axes = common_word(rows.normalised, unit)
         arguments: dict[str, Any] = {
             **{f"{name}_ptr": launch.Pointer(i, dtype) for i, name in enumerate(names)},
             **launch.factors(dtype),
-            "outer": integers(rows.outer, False),
-            "A": launch.Scalar(rows.a, kind, unit if rows.a % unit == 0 else 1),
-            "L": launch.Scalar(rows.length, kind, unit if rows.length % unit == 0 else 1),
-            "axes": integers(rows.normalised, _divisible(rows.normalised, unit)),
+            "outer": launch.Integers(rows.outer, kind),
+            "A": launch.Scalar(rows.a, kind, common_word([rows.a], unit)),
+            "L": launch.Scalar(rows.length, kind, common_word([rows.length], unit)),
+            "axes": launch.Integers(rows.normalised, kind, axes),
         }
         for name, row, column in zip(names, rows.row_strides, rows.strides):
-            arguments[f"{name}_rows"] = integers(row, whole)
-            arguments[f"{name}_columns"] = integers(column, whole)
+            arguments[f"{name}_rows"] = launch.Integers(row, kind, whole)
+            arguments[f"{name}_columns"] = launch.Integers(column, kind, whole)
         constants = {
             "ALGORITHM": problem.algorithm, "ACC": launch.accumulator(dtype),
             "ONE": rows.length <= bl, "WIDE": rows.wide, "BA": ba, "BL": bl,
@@ -137,22 +136,12 @@ class Online(Algorithm):
         kernel = kernels.softmax_forward_kernel if forward else kernels.softmax_backward_kernel
         return launch.prepare(
             device, kernel, (_programs(rows),), arguments, constants,
-            num_warps=8 if ba * bl > TILE else 4,
+            num_warps=max(1, min(16, ba * bl // ELEMENTS // 32)),
         )  # fmt: skip
 
 
 def _programs(rows: Rows) -> int:
     return math.prod(rows.outer) * -(-rows.a // tile_of(rows)[0])
-
-
-def _whole_words(rows: Rows, unit: int) -> bool:
-    """True if words divide all strides but the unit ones."""
-    values = [v for row in (*rows.row_strides, *rows.strides) for v in row]
-    return _divisible(tuple(values), unit)
-
-
-def _divisible(values: tuple[int, ...], unit: int) -> bool:
-    return all(v in (0, 1) or v % unit == 0 for v in values)
 
 
 ALGORITHMS = (Online(),)

@@ -9,7 +9,7 @@ then transposed on its way through the chip). A packed tensor becomes one axis B
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +55,8 @@ class Walk:
         return found
 
     def _divisor(self, values: tuple[int, ...]) -> int:
-        """A whole word if it divides all (but the unit strides), so that words can be used."""
-        return self.words if all(v in (0, 1) or v % self.words == 0 for v in values) else 1
+        """The widest word that divides all (but the unit strides), so that it can be used."""
+        return common_word(values, self.words)
 
     def constants(self) -> dict[str, Any]:
         """BA, BB, WIDE."""
@@ -115,6 +115,15 @@ def _partner(axes: list[tuple[int, tuple[int, ...]]], b: tuple[int, tuple[int, .
         if any(abs(s) == 1 and abs(t) != 1 for s, t in zip(strides, b[1])):
             return i
     return len(axes) - 1
+
+
+def common_word(values: Iterable[int], widest: int) -> int:
+    """The widest word of elements, up to `widest`, that divides all values but zeros and ones."""
+    found = widest
+    for value in values:
+        while value not in (0, 1) and value % found:
+            found //= 2
+    return found
 
 
 def power_of_two(n: int) -> int:

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from bedstone.backends.triton import chips, launch
 from bedstone.backends.triton.convolution import gemm_kernels
-from bedstone.backends.triton.walk import OUTER, merged, power_of_two
+from bedstone.backends.triton.walk import OUTER, common_word, merged, power_of_two
 from bedstone.plan.algorithm import Algorithm, Kernel
 from bedstone.plan.device import Device
 from bedstone.spec.convolution import BiasGradientProblem
@@ -22,7 +22,8 @@ from bedstone.spec.problem import Problem
 
 TILE = 4096  # elements a program adds at a time
 CHANNELS = 64  # channels of a tile, where they are innermost
-PROGRAMS = 4  # programs a multiprocessor
+SECTOR = 32  # bytes that memory moves at least: the narrowest tile worth taking
+PROGRAMS = 8  # programs a multiprocessor
 SUM_BLOCK = 256
 WARPS = 4
 
@@ -87,7 +88,7 @@ class ReduceBias(Algorithm):
 
     def estimate(self, problem: Problem, device: Device) -> float:
         split = _split(problem, device) if self.splits else 1
-        busy = -(-problem.outputs[0].desc.size // _tile(problem)[1]) * split
+        busy = -(-problem.outputs[0].desc.size // _tile(problem, self.splits)[1]) * split
         share = min(1.0, busy / chips.chip_of(device.architecture).multiprocessors)
         return chips.move_seconds(int(problem.bytes / share), device.architecture, 1 + self.splits)
 
@@ -109,25 +110,23 @@ class ReduceBiasSplit(ReduceBias):
     splits = True
 
 
-def _tile(problem: Problem) -> tuple[int, int]:
-    """(pixels, channels) of a tile."""
+def _tile(problem: Problem, splits: bool) -> tuple[int, int]:
+    """(pixels, channels) of a tile; narrow where only the channels make programs."""
     dy = problem.operands[0].desc
-    bk = min(CHANNELS, power_of_two(dy.dims[1])) if dy.strides[1] == 1 else 1
+    if dy.strides[1] != 1:
+        return TILE, 1
+    widest = CHANNELS if splits else SECTOR // dy.dtype.itemsize
+    bk = min(widest, power_of_two(dy.dims[1]))
     return TILE // bk, bk
 
 
 def _split(problem: Problem, device: Device) -> int:
     dy = problem.operands[0].desc
-    bm, bk = _tile(problem)
+    bm, bk = _tile(problem, True)
     programs = -(-dy.dims[1] // bk)
     blocks = -(-dy.size // max(dy.dims[1], 1) // bm)
     wanted = PROGRAMS * chips.chip_of(device.architecture).multiprocessors // max(programs, 1)
     return max(1, min(blocks, wanted))
-
-
-def _common(values: tuple[int, ...], unit: int) -> int:
-    """`unit` if it divides all the values that are not baked in, else 1."""
-    return unit if all(v in (0, 1) or v % unit == 0 for v in values) else 1
 
 
 def _launch(problem: BiasGradientProblem, split: int, device: Device) -> Kernel:
@@ -140,17 +139,17 @@ def _launch(problem: BiasGradientProblem, split: int, device: Device) -> Kernel:
     kind = "i64" if wide else "i32"
     unit = launch.ALIGNMENT // dtype.itemsize
     dims, strides = tuple(d for d, _ in axes), tuple(s[0] for _, s in axes)
-    words = _common((*strides, dy.strides[1]), unit)
+    words = common_word((*strides, dy.strides[1]), unit)
     count = dy.size // max(dy.dims[1], 1)
-    bm, bk = _tile(problem)
     partial = split > 1
+    bm, bk = _tile(problem, partial)
     arguments: dict[str, Any] = {
         "dy_ptr": launch.Pointer(0, dtype),
         "out_ptr": launch.Scratch(dtype.accumulator) if partial else launch.Pointer(1, dtype),
         **launch.factors(dtype),
-        "K": launch.Scalar(dy.dims[1], divisor=unit if dy.dims[1] % unit == 0 else 1),
-        "M": launch.Scalar(count, kind, unit if count % unit == 0 else 1),
-        "axes": launch.Integers(dims, kind, _common(dims, unit)),
+        "K": launch.Scalar(dy.dims[1], divisor=common_word([dy.dims[1]], unit)),
+        "M": launch.Scalar(count, kind, common_word([count], unit)),
+        "axes": launch.Integers(dims, kind, common_word(dims, unit)),
         "strides": launch.Integers(strides, kind, words),
         "out_stride": launch.Scalar(bias.strides[0], "i64"),
         "SPLIT": launch.Scalar(split),

@@ -35,6 +35,9 @@ MAX_ROWS = 32  # output rows a program walks down: a long walk, but programs eno
 PROGRAMS_WANTED = 16  # programs a multiprocessor, so that loads of many are in flight
 FILTER_PROGRAMS = 8  # the same for backward_filter, whose programs hold R * S sums
 FILTER_REGISTERS = 128  # of a thread's 255, for those sums
+ROLL_TAPS = 9  # backward_filter keeps that many tiles of x beside its sums
+TILE = 512  # elements of an image strip, 4 a thread; half as many for filters above ROLL_TAPS
+FILTER_TILE = 2048  # elements of a backward_filter strip at most
 WARPS = 4
 
 
@@ -87,13 +90,14 @@ class Depthwise(Algorithm):
 
 def image_strip(geo: Geometry, rows: int, columns: int, last: bool, device: Device) -> Strip:
     """The strip for an output of rows x columns; `last`: channels are innermost."""
+    tile = TILE if geo.taps <= ROLL_TAPS else TILE // 2
     if last:
         bb = min(64, power_of_two(geo.groups))
-        ba = min(32, power_of_two(columns), 2048 // bb)
+        ba = max(1, min(tile // bb, power_of_two(columns)))
         strips = geo.images * -(-columns // ba) * -(-geo.groups // bb)
     else:
         bb = min(64, power_of_two(columns))
-        ba = max(1, min(256 // bb, power_of_two(geo.images * geo.groups)))
+        ba = max(1, min(tile // bb, power_of_two(geo.images * geo.groups)))
         strips = -(-geo.images * geo.groups // ba) * -(-columns // bb)
     wanted = PROGRAMS_WANTED * chips.chip_of(device.architecture).multiprocessors
     cuts = max(1, min(wanted // max(strips, 1), -(-rows // 4)))
@@ -106,7 +110,7 @@ def filter_strip(problem: ConvolutionProblem, geo: Geometry, device: Device) -> 
     elements = max(1, FILTER_REGISTERS // geo.taps) * 32 * WARPS
     if problem.dtype is DType.float64:
         elements //= 2
-    elements = min(2048, 1 << elements.bit_length() - 1)
+    elements = min(FILTER_TILE, 1 << elements.bit_length() - 1)
     if geo.y.channel == 1:
         bb = min(64, power_of_two(geo.groups))
         ba = max(1, min(elements // bb, power_of_two(columns)))
@@ -210,8 +214,8 @@ def _filter_kernel(problem: ConvolutionProblem, device: Device) -> Kernel:
     last = geo.y.channel == 1
     constants = {
         **numbers.constants, "R": vertical.taps, "S": horizontal.taps, "CHANNELS_LAST": last,
-        "ROLL": vertical.dil == 1 and vertical.u == 1, "ACC": launch.accumulator(dtype),
-        "BA": cut.ba, "BB": cut.bb,
+        "ROLL": vertical.dil == 1 and vertical.u == 1 and geo.taps <= ROLL_TAPS,
+        "ACC": launch.accumulator(dtype), "BA": cut.ba, "BB": cut.bb,
     }  # fmt: skip
     arguments: dict[str, launch.Argument] = {
         "x_ptr": launch.Pointer(0, dtype),

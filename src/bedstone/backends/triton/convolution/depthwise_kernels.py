@@ -1,7 +1,7 @@
 """Kernels of depthwise convolution (one filter a channel), for NHWC, NCHW and any other strides.
 
 There is no matrix product here, only memory to move: a program walks down the rows of a strip and
-keeps R rolling sums (or R rows of dy) in registers, so each row is fetched once and not once a
+keeps R rolling sums (or R rows of x) in registers, so each row is fetched once and not once a
 filter row. The strip is [BA, BB] elements, BB along the innermost axis of memory: columns x
 channels of an image when CHANNELS_LAST, else (image, channel) planes x columns.
 """
@@ -106,6 +106,20 @@ def store_row(
 
 
 @triton.jit
+def load_row(
+    ptrs, h, column, ok, H, W, x_h, x_w, dil_w, S: tl.constexpr, ACC: tl.constexpr
+):  # fmt: skip
+    """Row h of x at the S columns column + s * dil_w, 0 outside x: a tuple of S tiles."""
+    row_ok = ok & (h >= 0) & (h < H)
+    loaded = ()
+    for s in tl.static_range(S):
+        t = column + s * dil_w
+        inside = row_ok & (t >= 0) & (t < W)
+        loaded = loaded + (tl.load(ptrs + (h * x_h + t * x_w), mask=inside, other=0.0).to(ACC),)
+    return loaded
+
+
+@triton.jit
 def convolution_filter_depthwise_kernel(
     x_ptr, dy_ptr, part_ptr,
     N, C, H, W, P, Q, pad_h, pad_w, u_h, u_w, dil_h, dil_w,
@@ -119,7 +133,7 @@ def convolution_filter_depthwise_kernel(
     walks BA columns at a time; else one channel, BA images at a time, BB columns. Its share: every
     SPLIT-th of the pieces, a piece being ROWS rows of a strip. R * S sums of [BA, BB] stay in
     registers until the end, where columns (and images) are added up. ROLL (u_h = dil_h = 1) keeps
-    R rows of dy, so that each row of x is read S times and not R * S.
+    the R rows of x that meet a row of dy, so that each row of x is read S times and not R * S.
     """
     pid = tl.program_id(0)
     split = tl.program_id(1)
@@ -151,39 +165,34 @@ def convolution_filter_depthwise_kernel(
         ys = dy_ptr + (n * y_n + c * y_c + q * y_w)
         column = q * u_w - pad_w
         if ROLL:
-            rows = (zero,) * R
-            for h in tl.range(first - pad_h, last - pad_h + R - 1):
-                # Rows of dy that meet row h of x: rows[r] is p = h + pad_h - r.
-                p = h + pad_h
-                fresh = tl.load(ys + p * y_h, mask=ok & (p < last), other=0.0).to(ACC)
-                moved = (fresh,)
-                for r in tl.static_range(R - 1):
-                    moved = moved + (rows[r],)
-                rows = moved
-                row_ok = ok & (h >= 0) & (h < H)
+            # kept[(r, s)] are the rows of x that output row p reads; each step loads one more.
+            kept = ()
+            for r in tl.static_range(R - 1):
+                kept = kept + load_row(
+                    xs, first - pad_h + r, column, ok, H, W, x_h, x_w, dil_w, S, ACC
+                )
+            for p in tl.range(first, last):
+                dy = tl.load(ys + p * y_h, mask=ok, other=0.0).to(ACC)
+                kept = kept + load_row(
+                    xs, p - pad_h + R - 1, column, ok, H, W, x_h, x_w, dil_w, S, ACC
+                )
                 added = ()
-                loaded = ()
-                for s in tl.static_range(S):
-                    t = column + s * dil_w
-                    inside = row_ok & (t >= 0) & (t < W)
-                    v = tl.load(xs + (h * x_h + t * x_w), mask=inside, other=0.0).to(ACC)
-                    loaded = loaded + (v,)
-                for r in tl.static_range(R):
-                    for s in tl.static_range(S):
-                        added = added + (sums[r * S + s] + rows[r] * loaded[s],)
+                for tap in tl.static_range(R * S):
+                    added = added + (sums[tap] + kept[tap] * dy,)
                 sums = added
+                moved = ()
+                for tap in tl.static_range(S, R * S):
+                    moved = moved + (kept[tap],)
+                kept = moved
         else:
             for p in tl.range(first, last):
                 dy = tl.load(ys + p * y_h, mask=ok, other=0.0).to(ACC)
                 added = ()
                 for r in tl.static_range(R):
                     h = p * u_h - pad_h + r * dil_h
-                    row_ok = ok & (h >= 0) & (h < H)
+                    row = load_row(xs, h, column, ok, H, W, x_h, x_w, dil_w, S, ACC)
                     for s in tl.static_range(S):
-                        t = column + s * dil_w
-                        inside = row_ok & (t >= 0) & (t < W)
-                        v = tl.load(xs + (h * x_h + t * x_w), mask=inside, other=0.0).to(ACC)
-                        added = added + (sums[r * S + s] + v * dy,)
+                        added = added + (sums[r * S + s] + row[s] * dy,)
                 sums = added
     for tap in tl.static_range(R * S):
         total = tl.sum(sums[tap], axis=0)

@@ -133,6 +133,7 @@ def convolution_image_implicit_gemm_kernel(
     STRIDED: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, PARTIAL: tl.constexpr,
     SRC_T: tl.constexpr, W_T: tl.constexpr, OUT_T: tl.constexpr,
+    TAPS_INNER: tl.constexpr, W_PACKED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
@@ -142,9 +143,10 @@ def convolution_image_implicit_gemm_kernel(
     of pixels, which meets only every jump-th tap: backward_data of a convolution of stride u).
     src: (N, GROUPS * RC, ID, IH, IW); out: (N, GROUPS * OC, OD, OH, OW); taps TD x TH x TW. The
     reduction runs over taps, then blocks of BK channels; FLAT, over taps and channels as one index
-    (few channels). Pixels outside src, channels past RC and OC, pixels past the end are masked.
-    Sums in ACC. PARTIAL writes part `program_id(1)` of SPLIT of the reduction, unscaled, to
-    part[split, n, d, h, w, channel] instead.
+    (few channels; or, TAPS_INNER, taps innermost as filters in NCHW have them, and W_PACKED says
+    that this index is the offset in a filter). Pixels outside src, channels past RC and OC, pixels
+    past the end are masked. Sums in ACC. PARTIAL writes part `program_id(1)` of SPLIT of the
+    reduction, unscaled, to part[split, n, d, h, w, channel] instead.
     """
     # Which tile
     pid = tl.program_id(0)
@@ -211,20 +213,28 @@ def convolution_image_implicit_gemm_kernel(
     if FLAT:
         for i in tl.range(low, high):
             e = i * BK + k
-            c = e % RC
-            tap = e // RC
+            taps = taps_d * taps_h * taps_w
+            ok_k = e < taps * RC
+            if TAPS_INNER:
+                c = e // taps
+                tap = e % taps
+            else:
+                c = e % RC
+                tap = e // RC
             jw = tap % taps_w
             tap = tap // taps_w
             jh = tap % taps_h
             jd = tap // taps_h
-            ok_k = jd < taps_d
             d = outer_sum(in_d, jd * step_d, SRC_T)
             h = outer_sum(in_h, jh * step_h, SRC_T)
             w = outer_sum(in_w, jw * step_w, SRC_T)
             mask = within(d, h, w, ID, IH, IW) & outer_and(ok_m, ok_k, SRC_T)
             shift = jd * (step_d * s_d) + jh * (step_h * s_h) + jw * (step_w * s_w) + c * s_c
             a = load_masked(src_ptr, outer_sum(src_rows, shift, SRC_T), mask, SRC_T)
-            w_rows = jd * (w_d * jump_d) + jh * (w_h * jump_h) + jw * (w_w * jump_w) + c * w_c
+            if W_PACKED:
+                w_rows = e
+            else:
+                w_rows = jd * (w_d * jump_d) + jh * (w_h * jump_h) + jw * (w_w * jump_w) + c * w_c
             b = load_tile(w_ptr, w_rows, w_columns, ok_k, ok_o, W_T)
             acc = multiply_add(a, b, acc, PRECISION)
     else:

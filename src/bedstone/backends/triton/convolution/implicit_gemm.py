@@ -38,33 +38,40 @@ FLAT_CHANNELS = 32
 FLAT_BK = 32
 MAX_SPLIT = 64  # parts of a reduction: the workspace is this many outputs at most
 MIN_SPLIT_STEPS = 8  # steps that a part must have to be worth its write and read
+FILTER_RATE = 0.6  # of a tile's rate, which is measured forward, that backward_filter reaches
 SUM_BLOCK = 512  # elements a program of the kernel that adds the parts
 
 
 def product_kind(problem: ConvolutionProblem, architecture: str) -> tuple[str, str]:
-    """(kind of tile table, precision of tl.dot) for the dtype and the math mode."""
+    """(kind of tile table, precision of tl.dot) for the dtype and the math mode.
+
+    float32 is split: three tf32 products, or six of bfloat16 where an operand is not innermost in
+    the reduced index, which tf32 matrix units cannot read; both keep float32's accuracy, and Triton
+    zeroes the corrections that Inf and NaN would spoil. math="tf32" is likewise served better by
+    three bfloat16 products there, whose error is smaller than tf32's.
+    """
     if problem.x.dtype is DType.float64:
         return "double", "ieee"
     if problem.x.dtype is not DType.float32:
         return "half", "ieee"
-    if problem.math == "tf32":
-        return "tf32", "tf32"
+    if problem.math in ("bf16x3", "bf16x6"):
+        return problem.math, problem.math
     if problem.math == "bf16":
         return "tf32", "bf16"
-    if problem.math in ("bf16x3", "bf16x6"):
-        return ("fma" if architecture.startswith("gfx") else "split"), problem.math
-    if architecture.startswith("gfx"):
+    amd = architecture.startswith("gfx")
+    turned = problem.direction != "forward" and not amd and not gathered(problem)
+    if problem.math == "tf32":
+        return ("bf16x3", "bf16x3") if turned else ("tf32", "tf32")
+    if amd:
         return "fma", "ieee"
-    # Three tf32 products recover float32's accuracy, and Triton zeroes the corrections that Inf
-    # and NaN would spoil.
-    return "split", "tf32x3"
+    return ("bf16x6", "bf16x6") if turned else ("split", "tf32x3")
 
 
 @dataclass(frozen=True)
 class Shape:
     """The matrix product behind a problem: rows x columns x depth, `copies` of it; `taps` of the
     reduction (image directions) or of the columns (backward_filter) are not blocked by channels
-    unless `flat`."""
+    unless `flat`, and `taps_inner` makes them the fastest part of that index."""
 
     rows: int
     columns: int
@@ -72,6 +79,8 @@ class Shape:
     copies: int
     flat: bool
     residues: int = 1
+    taps_inner: bool = False
+    filter_gradient: bool = False
 
 
 def shape_of(direction: str, geo: Geometry) -> Shape:
@@ -81,17 +90,19 @@ def shape_of(direction: str, geo: Geometry) -> Shape:
         columns, copies = geo.channels * geo.taps, geo.groups
         if not flat:
             columns, copies = geo.channels, geo.groups * geo.taps
-        return Shape(geo.filters, columns, geo.pixels, copies, flat)
+        return Shape(geo.filters, columns, geo.pixels, copies, flat, filter_gradient=True)
     if direction == "forward":
         rows, columns, reduced, residues = geo.pixels, geo.filters, geo.channels, 1
     else:
         columns, reduced = geo.channels, geo.filters
         residues = math.prod(a.u for a in geo.axes)
         rows = geo.images * math.prod(-(-a.size // a.u) for a in geo.axes)
-    flat = reduced < FLAT_CHANNELS and geo.taps > 1
+    # Filters whose taps are contiguous (NCHW) are read along them.
+    taps_inner = geo.taps > 1 and abs(geo.w.space[2]) < min(abs(geo.w.channel), abs(geo.w.batch))
+    flat = geo.taps > 1 and (reduced < FLAT_CHANNELS or taps_inner)
     padded = reduced if flat else -(-reduced // FLAT_BK) * FLAT_BK
     depth = -(-geo.taps // residues) * padded
-    return Shape(rows, columns, depth, geo.groups * residues, flat, residues)
+    return Shape(rows, columns, depth, geo.groups * residues, flat, residues, taps_inner)
 
 
 def split_of(shape: Shape, tile: tiles.Tile, architecture: str) -> int:
@@ -137,16 +148,7 @@ class ImplicitGemm(Algorithm):
     def build(self, problem: Problem, device: Device) -> Kernel:
         if not isinstance(problem, ConvolutionProblem):
             raise TypeError(f"not a convolution: {problem}")
-        choice = choose(problem, device.architecture, self.splits)
-        if problem.direction == "backward_filter":
-            main = _filter_launch(problem, choice, device)
-        else:
-            main = _image_launch(problem, choice, device)
-        if choice.split == 1:
-            return main
-        total = sum_launch(problem, choice.geo, choice.split, device)
-        what = f"{getattr(main, 'description', '')}; {choice.split} parts added in order"
-        return launch.Chain((main, total), what)
+        return build(problem, choose(problem, device.architecture, self.splits), device)
 
 
 class ImplicitGemmSplit(ImplicitGemm):
@@ -178,7 +180,10 @@ class Choice:
         """Modelled time of the products."""
         s = self.shape
         depth, copies = -(-s.depth // self.split), s.copies * self.split
-        return tiles.seconds(self.tile, self.architecture, s.rows, s.columns, depth, copies)
+        rate = FILTER_RATE if s.filter_gradient else 1.0
+        return (
+            1 / rate * tiles.seconds(self.tile, self.architecture, s.rows, s.columns, depth, copies)
+        )
 
     def constants(self, dtype: DType, residues: bool) -> dict[str, Any]:
         """The constants that both matrix kernels take."""
@@ -191,6 +196,19 @@ class Choice:
             "BM": tile.bm, "BN": tile.bn, "BK": bk,
             "ACC": launch.accumulator(dtype),
         }  # fmt: skip
+
+
+def build(problem: ConvolutionProblem, choice: Choice, device: Device) -> Kernel:
+    """The kernel, or the two, that a choice stands for."""
+    if problem.direction == "backward_filter":
+        main = _filter_launch(problem, choice, device)
+    else:
+        main = _image_launch(problem, choice, device)
+    if choice.split == 1:
+        return main
+    total = sum_launch(problem, choice.geo, choice.split, device)
+    what = f"{getattr(main, 'description', '')}; {choice.split} parts added in order"
+    return launch.Chain((main, total), what)
 
 
 def gathered(problem: ConvolutionProblem) -> bool:
@@ -235,10 +253,13 @@ def _image_launch(problem: ConvolutionProblem, choice: Choice, device: Device) -
     unit = word(dtype.itemsize)
     src_t = _image_operand(numbers, "s_", src, "RC", reduced, unit)
     out_t = _image_operand(numbers, "o_", out, "OC", produced, unit)
-    w_t = _filter_operand(numbers, geo, forward, unit)
+    w_t = _filter_operand(numbers, geo, forward, unit, choice.shape.taps_inner)
     if geo.flat_depth:
         numbers.fix(_no_depth(("OD", "ID", "TD", "u_d", "dil_d", "jump_d", "mul_d"), 1))
         numbers.fix(_no_depth(("off_d", "step_d", "s_d", "w_d", "o_d"), 0))
+    strided = not forward and choice.shape.residues > 1
+    if choice.shape.flat and not strided:
+        numbers.fix({"TD": geo.axes[0].taps, "TH": geo.axes[1].taps, "TW": geo.axes[2].taps})
     act = problem.epilogue.activation
     has_bias = problem.epilogue.bias
     last = len(problem.operands) - 1
@@ -255,7 +276,9 @@ def _image_launch(problem: ConvolutionProblem, choice: Choice, device: Device) -
     constants = {
         **choice.constants(dtype, residues=True),
         **numbers.constants,
-        "STRIDED": not forward and choice.shape.residues > 1,
+        "STRIDED": strided,
+        "TAPS_INNER": choice.shape.taps_inner,
+        "W_PACKED": forward and choice.shape.taps_inner and _packed_filter(geo),
         "WIDE": math.prod(a.out if forward else a.size for a in geo.axes) * geo.images >= 2**31,
         "BIAS": has_bias and choice.split == 1,
         "ACTIVATION": act.kind if act is not None and choice.split == 1 else "none",
@@ -404,12 +427,23 @@ def _image_operand(
     return not contiguous and abs(t.space[2]) <= abs(t.channel)
 
 
-def _filter_operand(numbers: Numbers, geo: Geometry, forward: bool, unit: int) -> bool:
+def _packed_filter(geo: Geometry) -> bool:
+    """True if a filter's channels and taps lie packed, taps innermost."""
+    _, rows, columns = (axis.taps for axis in geo.axes)
+    steps = (rows * columns, columns, 1)
+    return geo.w.channel == geo.taps and all(
+        axis.taps == 1 or stride == step for axis, stride, step in zip(geo.axes, geo.w.space, steps)
+    )
+
+
+def _filter_operand(
+    numbers: Numbers, geo: Geometry, forward: bool, unit: int, taps_inner: bool
+) -> bool:
     """Strides of w. True if it is read with the reduced channels innermost."""
     w = geo.w
     out, red = (w.batch, w.channel) if forward else (w.channel, w.batch)
     values = {"w_g": geo.filters * w.batch, "w_o": out, "w_c": red} | per_axis("w_", w.space)
-    transposed = abs(red) < abs(out)
+    transposed = abs(red) < abs(out) or taps_inner
     inner, inner_channels = (
         ("w_c", geo.channels if forward else geo.filters)
         if transposed
@@ -418,6 +452,8 @@ def _filter_operand(numbers: Numbers, geo: Geometry, forward: bool, unit: int) -
     others = tuple(v for k, v in values.items() if k != inner)
     wide_words = values[inner] == 1 and all_divisible((*others, inner_channels), unit)
     numbers.add(values, w.wide, unit if wide_words else 1)
+    if taps_inner and w.batch % unit == 0:
+        numbers.add({"w_o" if forward else "w_c": w.batch}, w.wide, unit)
     if values[inner] == 1:
         numbers.fix({inner: 1})
     return transposed
