@@ -171,3 +171,74 @@ def test_plans_are_shared():
     kept = len(handle._plans)
     bedstone.activation(X + 1, "relu")
     assert len(handle._plans) == kept
+
+
+def test_doctests_of_the_functional_level() -> None:
+    import doctest
+
+    import bedstone.functional
+
+    assert doctest.testmod(bedstone.functional).failed == 0
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("mode", ["max", "average_include_padding", "average_exclude_padding"])
+def test_pool_and_its_gradient(mode: str, layout: str) -> None:
+    x = np.random.default_rng(0).standard_normal((2, 3, 7, 9))
+    x = bedstone.transform(x, layout=layout)
+    y = bedstone.pool(x, 3, mode, stride=2, padding=1)
+    problem = bedstone.PoolingProblem(
+        "forward",
+        bedstone.TensorDesc.of(x),
+        bedstone.TensorDesc.of(y),
+        bedstone.PoolingDesc.of(mode, 3, 2, 1, 2),
+    )
+    np.testing.assert_allclose(y, problem.reference({"x": x})["y"], rtol=1e-12)
+    saved = {"x": x} if mode == "max" else {"x_dims": x.shape}
+    dx = bedstone.pool_backward(np.ones_like(y), 3, mode, stride=2, padding=1, **saved)
+    step = 1e-6 * np.random.default_rng(1).standard_normal(x.shape)
+    moved = bedstone.pool(x + step, 3, mode, stride=2, padding=1).sum() - y.sum()
+    assert abs(moved - (dx * step).sum()) < 1e-9
+
+
+def test_softmax_and_its_gradient() -> None:
+    x = np.random.default_rng(0).standard_normal((2, 5, 3))
+    y = bedstone.softmax(x, axes=(1, 2))
+    np.testing.assert_allclose(y.sum(axis=(1, 2)), 1.0)
+    np.testing.assert_allclose(np.exp(bedstone.softmax(x, axes=(1, 2), kind="log")), y)
+    dy = np.random.default_rng(1).standard_normal(x.shape)
+    dx = bedstone.softmax_backward(y, dy, axes=(1, 2))
+    np.testing.assert_allclose(dx, y * (dy - (y * dy).sum(axis=(1, 2), keepdims=True)), atol=1e-12)
+
+
+def test_tensor_operations() -> None:
+    out = np.zeros((2, 3, 4, 5), np.float32)
+    bedstone.set_to(out, 2.0)
+    bedstone.scale(out, 3.0)
+    assert np.all(out == 6.0)
+    b = np.arange(3, dtype=np.float32).reshape(1, 3, 1, 1)
+    bedstone.add(b, out, alpha=2.0, beta=0.5)
+    np.testing.assert_array_equal(out, np.broadcast_to(2 * b + 3, out.shape))
+    turned = bedstone.transform(out, layout="NHWC", dtype="float64")
+    np.testing.assert_array_equal(turned, out)
+    assert turned.dtype == np.float64 and turned.transpose(0, 2, 3, 1).flags.c_contiguous
+
+
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        (lambda x: bedstone.pool_backward(x, 3), "x"),
+        (lambda x: bedstone.pool_backward(x, 3, "average_exclude_padding"), "x_dims"),
+        (lambda x: bedstone.pool(x, 2, "mean"), "mode"),
+        (lambda x: bedstone.pool(x, 99), "window"),
+        (lambda x: bedstone.softmax(x, axes=9), "axes"),
+        (lambda x: bedstone.softmax(x, kind="quick"), "algorithm"),
+        (lambda x: bedstone.transform(x, layout="NHXC"), "layout"),
+        (lambda x: bedstone.add(np.ones(3), x), "b"),
+        (lambda x: bedstone.convolution(x, x[:, :, :3, :3], alpha="much"), "alpha"),
+    ],
+)
+def test_mistakes_name_their_argument(call: object, argument: str) -> None:
+    with pytest.raises(bedstone.InvalidDescriptor) as caught:
+        call(np.ones((3, 3, 4, 5)))  # type: ignore[operator]
+    assert caught.value.argument == argument

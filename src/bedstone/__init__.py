@@ -23,20 +23,33 @@ from bedstone.spec.convolution import (
     Epilogue,
     convolution_problem,
 )
+from bedstone.spec.dropout import DropoutProblem
 from bedstone.spec.dtypes import DType
 from bedstone.spec.errors import BedstoneError, InvalidDescriptor, NotSupported
+from bedstone.spec.normalization import LrnProblem, NormalizationProblem
+from bedstone.spec.pooling import PoolingDesc, PoolingProblem
 from bedstone.spec.problem import Problem, parse_problem
+from bedstone.spec.softmax import SoftmaxProblem
 from bedstone.spec.tensor import TensorDesc
+from bedstone.spec.tensor_ops import TensorOpProblem
 from bedstone.version import __version__
 
 # isort: split
 from bedstone.functional import (
     activation,
     activation_backward,
+    add,
     convolution,
     convolution_backward_bias,
     convolution_backward_data,
     convolution_backward_filter,
+    pool,
+    pool_backward,
+    scale,
+    set_to,
+    softmax,
+    softmax_backward,
+    transform,
 )
 
 __all__ = [
@@ -48,16 +61,24 @@ __all__ = [
     "ConvolutionProblem",
     "DType",
     "Device",
+    "DropoutProblem",
     "Epilogue",
     "Handle",
     "InvalidDescriptor",
+    "LrnProblem",
+    "NormalizationProblem",
     "NotSupported",
     "Plan",
+    "PoolingDesc",
+    "PoolingProblem",
     "Problem",
+    "SoftmaxProblem",
     "TensorDesc",
+    "TensorOpProblem",
     "__version__",
     "activation",
     "activation_backward",
+    "add",
     "backend_names",
     "config",
     "convolution",
@@ -68,5 +89,12 @@ __all__ = [
     "default_handle",
     "get_num_threads",
     "parse_problem",
+    "pool",
+    "pool_backward",
+    "scale",
     "set_num_threads",
+    "set_to",
+    "softmax",
+    "softmax_backward",
+    "transform",
 ]

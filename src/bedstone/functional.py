@@ -13,6 +13,9 @@ from bedstone.arrays import ArrayRef, as_array_ref, as_caller_kind, empty_like_k
 from bedstone.plan.handle import default_handle
 from bedstone.spec import activation as _activation
 from bedstone.spec import convolution as _convolution
+from bedstone.spec import pooling as _pooling
+from bedstone.spec import softmax as _softmax
+from bedstone.spec import tensor_ops as _tensor_ops
 from bedstone.spec.errors import InvalidDescriptor
 from bedstone.spec.problem import Problem
 from bedstone.spec.tensor import CHANNELS_LAST, TensorDesc
@@ -225,3 +228,151 @@ def activation_backward(
     problem = _activation.ActivationProblem("backward", dxd, dyd, desc, saved=sd)
     name = "y" if desc.backward_from_y else "x"
     return run(problem, {name: saved, "dy": dy}, out, alpha, beta, algorithm, prototype=dy)
+
+
+def pool(
+    x: Any,
+    window: Any,
+    mode: str = "max",
+    *,
+    padding: Any = 0,
+    stride: Any = None,
+    dilation: Any = 1,
+    rounding: str = "floor",
+    out: Any = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    algorithm: str | None = None,
+) -> Any:
+    """y = alpha * pool(x) + beta * out over windows of x (N, C, [D, [H,]] W).
+
+    window    a size, or one an axis; stride None is the window's size
+    mode      "max", "average_include_padding" or "average_exclude_padding"
+    rounding  of the output's size: "floor" or "ceil" (the last window may overrun the input)
+
+    >>> import numpy, bedstone
+    >>> bedstone.pool(numpy.arange(16.0).reshape(1, 1, 4, 4), 2).tolist()
+    [[[[5.0, 7.0], [13.0, 15.0]]]]
+    """
+    xd = as_array_ref(x, "x").desc
+    desc = _pooling.PoolingDesc.of(mode, window, _axes(xd), padding, stride, dilation, rounding)
+    yd = _out_desc(out, desc.output_dims(xd.dims), xd)
+    problem = _pooling.PoolingProblem("forward", xd, yd, desc)
+    return run(problem, {"x": x}, out, alpha, beta, algorithm)
+
+
+def pool_backward(
+    dy: Any,
+    window: Any,
+    mode: str = "max",
+    *,
+    x: Any = None,
+    x_dims: tuple[int, ...] | None = None,
+    padding: Any = 0,
+    stride: Any = None,
+    dilation: Any = 1,
+    rounding: str = "floor",
+    out: Any = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    algorithm: str | None = None,
+) -> Any:
+    """dx of `pool`: max finds its maxima again in `x`; an average needs only `x_dims`."""
+    dyd = as_array_ref(dy, "dy").desc
+    saved = None if x is None else as_array_ref(x, "x").desc
+    if mode == "max" and saved is None:
+        raise InvalidDescriptor("x", None, "the forward input, in which the maxima are found again")
+    dims = saved.dims if saved is not None else x_dims
+    if dims is None:
+        raise InvalidDescriptor("x_dims", None, "the dims of the forward input")
+    desc = _pooling.PoolingDesc.of(mode, window, _axes(dyd), padding, stride, dilation, rounding)
+    dxd = _out_desc(out, tuple(dims), dyd)
+    inputs = {"x": x, "dy": dy} if mode == "max" else {"dy": dy}
+    more = {"saved": saved} if mode == "max" else {}
+    problem = _pooling.PoolingProblem("backward", dxd, dyd, desc, **more)  # type: ignore[arg-type]
+    return run(problem, inputs, out, alpha, beta, algorithm, prototype=dy)
+
+
+def softmax(
+    x: Any,
+    axes: int | tuple[int, ...] = 1,
+    *,
+    kind: str = "accurate",
+    out: Any = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    algorithm: str | None = None,
+) -> Any:
+    """y = alpha * softmax(x) + beta * out over `axes` (default: channels).
+
+    kind  "accurate" (scaled by the maximum), "fast" (not scaled) or "log"
+    """
+    xd = as_array_ref(x, "x").desc
+    over = (axes,) if isinstance(axes, int) else tuple(axes)
+    yd = _out_desc(out, xd.dims, xd)
+    problem = _softmax.SoftmaxProblem("forward", xd, yd, kind, over)
+    return run(problem, {"x": x}, out, alpha, beta, algorithm)
+
+
+def softmax_backward(
+    y: Any,
+    dy: Any,
+    axes: int | tuple[int, ...] = 1,
+    *,
+    kind: str = "accurate",
+    out: Any = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    algorithm: str | None = None,
+) -> Any:
+    """dx of `softmax` from its result y: alpha * y * (dy - sum(y * dy)) + beta * out (not log)."""
+    yd, dyd = as_array_ref(y, "y").desc, as_array_ref(dy, "dy").desc
+    over = (axes,) if isinstance(axes, int) else tuple(axes)
+    dxd = _out_desc(out, dyd.dims, dyd)
+    problem = _softmax.SoftmaxProblem("backward", dxd, dyd, kind, over, saved=yd)
+    return run(problem, {"y": y, "dy": dy}, out, alpha, beta, algorithm, prototype=dy)
+
+
+def transform(
+    x: Any,
+    *,
+    layout: str | None = None,
+    dtype: Any = None,
+    out: Any = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    algorithm: str | None = None,
+) -> Any:
+    """A copy of x in another layout ("NHWC", ...) or floating dtype: alpha * x + beta * out.
+
+    >>> import numpy, bedstone
+    >>> bedstone.transform(numpy.ones((1, 2, 3, 4)), layout="NHWC").strides
+    (192, 8, 64, 16)
+    """
+    xd = as_array_ref(x, "x").desc
+    yd = TensorDesc.packed(xd.dims, dtype or xd.dtype, layout)
+    if out is not None:
+        yd = as_array_ref(out, "out").desc
+    problem = _tensor_ops.TensorOpProblem("transform", yd, xd)
+    return run(problem, {"x": x}, out, alpha, beta, algorithm)
+
+
+def add(
+    b: Any, out: Any, *, alpha: float = 1.0, beta: float = 1.0, algorithm: str | None = None
+) -> Any:
+    """out = alpha * b + beta * out; dims of b that are 1 are repeated (the paper's four modes)."""
+    bd, yd = as_array_ref(b, "b").desc, as_array_ref(out, "out").desc
+    problem = _tensor_ops.TensorOpProblem("add", yd, bd)
+    return run(problem, {"b": b}, out, alpha, beta, algorithm, prototype=out)
+
+
+def set_to(out: Any, value: float, *, algorithm: str | None = None) -> Any:
+    """Every element of out becomes `value`."""
+    problem = _tensor_ops.TensorOpProblem("set", as_array_ref(out, "out").desc)
+    return run(problem, {}, out, value, 0.0, algorithm, prototype=out)
+
+
+def scale(out: Any, factor: float, *, algorithm: str | None = None) -> Any:
+    """Every element of out is multiplied by `factor`."""
+    problem = _tensor_ops.TensorOpProblem("scale", as_array_ref(out, "out").desc)
+    return run(problem, {}, out, factor, 0.0, algorithm, prototype=out)
