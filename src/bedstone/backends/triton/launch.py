@@ -332,8 +332,9 @@ class Launch:
             for address, operand, offset in self._map_operands:
                 base = workspace if operand is None else pointers[operand]
                 bits |= base
-                if not base % ALIGNMENT:
-                    self._replace(address, base + offset)
+                if not base % ALIGNMENT and self._replace(address, base + offset):
+                    with driver.current(self.device.index):  # the thread has no context yet
+                        driver.check("cuTensorMapReplaceAddress", address, base + offset)
             for cell, offset in self._scratch:
                 cell.value = workspace + offset
                 bits |= workspace
