@@ -1,14 +1,15 @@
 """From tensors with any strides to the packed operands of the micro-kernel, and back.
 
 A matrix index such as "pixel" is a flattened run over axes of a tensor. `Lanes` says where
-consecutive numbers of such an index lie: as a few masked runs of neighbours where the finest axis
-is contiguous, else as offsets to gather from. It also knows the coordinates along axes whose
-bounds matter, so that padding is filled with real zeros and never read.
+consecutive numbers of such an index lie: as a few masked runs of neighbours (or of every second
+neighbour) where the finest axis allows it, else as offsets to gather from. It also knows the
+coordinates along axes whose bounds matter, so that padding is filled with real zeros and never
+read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,21 +80,28 @@ class Lanes:
     ) -> None:
         self.k, self.lanes, self.item = k, lanes, item
         self.spans = list(spans)
-        self.first = first = first if isinstance(first, Int) else k.as_int(first)
+        first = k.as_int(first)
         self.inside = (k.iota(lanes) < total - first) if ragged else None
+        if ragged:
+            # Addresses stay in the tensor even where no lane is inside: a masked access to
+            # memory that is not mapped does nothing, but takes 700 cycles.
+            first = k.min(first, total - 1)
+        self.first, self.total = first, total
         self.base, self.origin = place(k, first, self.spans)
         self._spread()
         inner = self.spans[-1]
         runs = 1 if len(self.spans) == 1 else 1 + -(-(lanes - 1) // inner.size)
-        self.contiguous = inner.stride == item and runs <= MAX_RUNS
-        self.whole: MaskLike = self.contiguous and runs == 1
-        if self.contiguous:
+        # Elements from one lane to the next where a run is read by whole vectors, else 0.
+        self.step = inner.stride // item if inner.stride in (item, 2 * item) else 0
+        self.step = self.step if runs <= MAX_RUNS else 0
+        self.whole: MaskLike = self.step > 0 and runs == 1
+        if self.step:
             self._make_runs(runs)
             if runs > 1:
                 self.whole = self.origin[-1] + lanes <= inner.size
             if ragged:
                 self.whole = (first + lanes <= total) & self.whole
-        else:
+        if self.step != 1:
             self._make_offsets()
 
     def _spread(self) -> None:
@@ -117,11 +125,13 @@ class Lanes:
         self.runs: list[tuple[IntLike, Mask | None]] = [(self.base, None)]
         if runs > 1:
             carry, row = self.carries[0], self.first // inner.size
+            rows = (self.total + (inner.size - 1)) // inner.size
             self.runs = [(self.base, carry.eq(0))]
             for j in range(1, runs):
                 offset, _ = place(k, row + j, self.spans[:-1])
                 before = j * inner.size - self.origin[-1]  # lanes of the earlier runs
-                self.runs.append((offset - before * self.item, carry.eq(j)))
+                offset = k.select(row + j < rows, offset - before * inner.stride, self.base)
+                self.runs.append((offset, carry.eq(j)))
 
     def _make_offsets(self) -> None:
         k = self.k
@@ -141,24 +151,62 @@ class Lanes:
                 found = mask if found is None else found & mask
         return found
 
+    def reader(self, dtype: str, valid: Mask | None = None) -> Callable[[IntLike], Float]:
+        """A function from the address of number 0 to the lanes' elements; lanes that are left
+        out read as 0. What does not depend on the address is computed here, not in its calls."""
+        k = self.k
+        if not self.step:
+            mask = self._mask(valid)
+            return lambda address: k.gather(address + self.base, self.offsets, dtype, mask)
+        runs = [(offset, self._mask(run, valid)) for offset, run in self.runs]
+        if self.step == 2:
+            pairs = [(offset, *self._spread_mask(mask)) for offset, mask in runs]
+            return lambda address: self._read_pairs(address, pairs, dtype)
+
+        def read(address: IntLike) -> Float:
+            value: Any = None
+            for offset, mask in runs:
+                value = k.load(address + offset, dtype, self.lanes, mask=mask, otherwise=value)
+            return value
+
+        return read
+
+    def _spread_mask(self, mask: Mask | None) -> tuple[Mask, Mask]:
+        """The mask over the elements that two vectors cover: from the first lane's on, and up to
+        the last lane's (so that nothing beyond it is touched)."""
+        k, lanes = self.k, self.lanes
+        mask = mask or k.lane_mask([True] * lanes)
+        none = k.lane_mask([False] * lanes)
+        low = [i // 2 if i % 2 == 0 else lanes for i in range(lanes)]
+        high = [(i + lanes - 1) // 2 if i % 2 else lanes for i in range(lanes)]
+        return k.shuffle(mask, none, low), k.shuffle(mask, none, high)
+
+    def _read_pairs(
+        self, address: IntLike, runs: Sequence[tuple[IntLike, Any, Any]], dtype: str
+    ) -> Float:
+        """Every second element, from two vectors."""
+        k, lanes = self.k, self.lanes
+        low = high = None
+        for offset, low_mask, high_mask in runs:
+            at = address + offset
+            second = at + (lanes - 1) * self.item
+            low = k.load(at, dtype, lanes, mask=low_mask, otherwise=low)
+            high = k.load(second, dtype, lanes, mask=high_mask, otherwise=high)
+        return k.shuffle(low, high, [2 * i + (2 * i >= lanes) for i in range(lanes)])
+
     def load(self, address: IntLike, dtype: str, valid: Mask | None = None) -> Float:
         """The lanes' elements, `address` being that of number 0; lanes left out read as 0."""
-        if not self.contiguous:
-            mask = self._mask(valid)
-            return self.k.gather(address + self.base, self.offsets, dtype, mask)
-        value: Any = None
-        for offset, run in self.runs:
-            mask = self._mask(run, valid)
-            value = self.k.load(address + offset, dtype, self.lanes, mask=mask, otherwise=value)
-        return value
+        return self.reader(dtype, valid)(address)
 
     def load_whole(self, address: IntLike, dtype: str) -> Float:
         """As `load`, where `whole` holds."""
+        if self.step == 2:
+            return self._read_pairs(address, [(self.base, None, None)], dtype)
         return self.k.load(address + self.base, dtype, self.lanes)
 
     def store(self, value: Float, address: IntLike, dtype: str, valid: Mask | None = None) -> None:
         """Write the lanes that are inside and valid."""
-        if not self.contiguous:
+        if self.step != 1:
             mask = self._mask(valid)
             self.k.scatter(value, address + self.base, self.offsets, dtype, mask)
             return
@@ -176,36 +224,39 @@ class Lanes:
 
     def store_whole(self, value: Float, address: IntLike, dtype: str) -> None:
         """As `store`, where `whole` holds."""
-        self.k.store(value, address + self.base, dtype)
+        if self.step == 2:
+            self.k.scatter(value, address + self.base, self.offsets, dtype)
+        else:
+            self.k.store(value, address + self.base, dtype)
 
 
 def copy_vectors(
     k: KernelBuilder,
     vectors: Sequence[Lanes],
     valid: Sequence[Mask | None],
-    count: IntLike,
-    source: IntLike,
-    source_step: int,
-    target: IntLike,
-    target_step: int,
+    walk: Callable[[Callable[[IntLike, IntLike], None]], None],
     dtype: str,
     sum_dtype: str,
 ) -> None:
-    """`count` times the elements at adjacent vectors of places, stored side by side; lanes that
-    are not valid become zeros. From one time to the next, addresses move on by the steps."""
+    """The elements at adjacent vectors of places, stored side by side; lanes that are not valid
+    become zeros. `walk(copy)` loops over what is to be copied: copy(source, target), addresses."""
     vector_bytes = vectors[0].lanes * itemsize(sum_dtype)
 
-    def copy(load: Any, numbers: Sequence[int]) -> None:
-        with k.loop(0, count) as i:
-            loaded = [load(j, source + i * source_step) for j in numbers]
+    def copy(read: Callable[[int], Callable[[IntLike], Float]], numbers: Sequence[int]) -> None:
+        readers = [read(j) for j in numbers]
+
+        def one(source: IntLike, target: IntLike) -> None:
+            loaded = [reader(source) for reader in readers]
             for j, value in zip(numbers, loaded):
-                k.store(value, target + i * target_step, sum_dtype, offset=j * vector_bytes)
+                k.store(value, target, sum_dtype, offset=j * vector_bytes)
 
-    def plain(j: int, at: IntLike) -> Float:
-        return vectors[j].load_whole(at, dtype)
+        walk(one)
 
-    def masked(j: int, at: IntLike) -> Float:
-        return vectors[j].load(at, dtype, valid[j])
+    def plain(j: int) -> Callable[[IntLike], Float]:
+        return lambda at: vectors[j].load_whole(at, dtype)
+
+    def masked(j: int) -> Callable[[IntLike], Float]:
+        return vectors[j].reader(dtype, valid[j])
 
     whole = [
         lanes.whole if mask is None else k.all(mask) & lanes.whole

@@ -393,10 +393,12 @@ class DataGradient:
         starts = [first + j * tile.lanes for j in range(tile.vectors)]
         spans = self._dy_spans()
         sources = [Lanes(k, s, tile.lanes, spans, pixels, True, self.item) for s in starts]
-        copy_vectors(
-            k, sources, [None] * tile.vectors, self.depth, dy, self.y[1], panel, tile.step_bytes,
-            self.dtype, self.sum_dtype,
-        )  # fmt: skip
+
+        def walk(copy: Callable[[IntLike, IntLike], None]) -> None:
+            with k.loop(0, self.depth) as i:
+                copy(dy + i * self.y[1], panel + i * tile.step_bytes)
+
+        copy_vectors(k, sources, [None] * tile.vectors, walk, self.dtype, self.sum_dtype)
         spans = self._pixel_spans()
         targets = [Lanes(k, s, tile.lanes, spans, pixels, True, tile.item) for s in starts]
         rows = len(self.taps) * plan.width

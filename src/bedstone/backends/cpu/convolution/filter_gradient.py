@@ -38,14 +38,17 @@ from bedstone.backends.cpu.packing import (
     store_strided,
 )
 from bedstone.backends.cpu.shuffles import transposed
-from bedstone.backends.cpu.target import MIB, Target
+from bedstone.backends.cpu.target import KIB, MIB, Target
 from bedstone.backends.cpu.values import Float, Int, IntLike, Mask
 from bedstone.spec.convolution import ConvolutionProblem
 
 FINISH = "finish"
-BLOCK_ROWS = 256  # (tap, channel) pairs of a task's block of dw ...
-BLOCK_FILTERS = 256  # ... and its outer channels: patches, dy and sums fit a 1 MiB cache
+BLOCK_FILTERS = 256  # outer channels of a task's block of dw, at most
+L2_SHARE = 0.75  # of the second-level cache for a task's patches, piece of dy and sums
+TASK_BYTES_MAX = 1280 * KIB
 SLICE_BYTES_MAX = 2 * MIB  # for the sums of all slices
+# With fewer pixels than this, storing dw weighs: whole runs of it, from transposed tiles.
+FEW_PIXELS = 8192
 VECTORS_AT_ONCE = 4  # of pixels, packed side by side
 PACK_FLOPS = 20.0  # of the peak rate, per packed element
 
@@ -53,7 +56,10 @@ PACK_FLOPS = 20.0  # of the peak rate, per packed element
 @dataclass(frozen=True)
 class Blocking:
     """How a problem is cut. A block is tap_chunk taps by channel_chunk inner channels by
-    filter_chunk outer ones; its tiles are row_panels by column_panels."""
+    filter_chunk outer ones; its tiles are row_panels by column_panels.
+
+    channel_major  rows are numbered as dw lies in memory, by channels, then taps
+    """
 
     tile: Tile
     lanes_are_pixels: bool
@@ -68,6 +74,7 @@ class Blocking:
     chunks: int
     slices: int
     chunks_per_slice: int
+    channel_major: bool
 
     @property
     def blocks(self) -> int:
@@ -79,17 +86,30 @@ class Blocking:
         return self.row_panels * self.column_panels * self.tile.c_bytes
 
 
+def taps_then_channels(g: Geometry, item: int) -> bool:
+    """Whether taps, then channels, are neighbours in dw."""
+    taps = [tap.filter for tap in g.phases[0].taps]
+    return taps == [t * item for t in range(len(taps))] and g.inner.filter == len(taps) * item
+
+
 def blocking(g: Geometry, dtype: str, sum_dtype: str, target: Target) -> Blocking:
     """Cut the problem for the target's registers and caches."""
     item = itemsize(dtype)
     lanes = target.vector_bytes // itemsize(sum_dtype)
     pixel_contiguous = bool(g.axes) and g.axes[-1].image == item
     lanes_are_pixels = pixel_contiguous or g.inner.tensor != item or g.inner.size < FEW_CHANNELS
-    channel_chunk, channel_chunks = even_pieces(g.inner.size, BLOCK_ROWS)
+    filter_chunk, filter_chunks = even_pieces(g.outer.size, BLOCK_FILTERS)
+    # As many (tap, channel) pairs as fit: each pass over them packs all of dy once more.
+    room = min(int(target.l2_bytes * L2_SHARE), TASK_BYTES_MAX) // itemsize(sum_dtype)
+    most = max(lanes, (room - filter_chunk * DEPTH) // (DEPTH + filter_chunk))
+    channel_major = lanes_are_pixels and g.pixels < FEW_PIXELS and taps_then_channels(g, item)
+    channel_major = channel_major and g.taps <= most
+    channel_chunk, channel_chunks = even_pieces(
+        g.inner.size, most // g.taps if channel_major else most
+    )
     if not lanes_are_pixels:  # every tap's channels start a vector
         channel_chunk = -(-channel_chunk // lanes) * lanes
-    tap_chunk, tap_chunks = even_pieces(g.taps, max(1, BLOCK_ROWS // channel_chunk))
-    filter_chunk, filter_chunks = even_pieces(g.outer.size, BLOCK_FILTERS)
+    tap_chunk, tap_chunks = even_pieces(g.taps, max(1, most // channel_chunk))
     rows, columns = tap_chunk * channel_chunk, filter_chunk
     if not lanes_are_pixels:
         rows, columns = columns, rows
@@ -98,12 +118,13 @@ def blocking(g: Geometry, dtype: str, sum_dtype: str, target: Target) -> Blockin
     row_panels, column_panels = -(-rows // tile.rows), -(-columns // tile.columns)
     chunks = max(1, -(-g.pixels // DEPTH))
     blocks = tap_chunks * channel_chunks * filter_chunks * g.groups
-    most = SLICE_BYTES_MAX // (row_panels * column_panels * tile.c_bytes * blocks)
-    slices = max(1, min(-(-TASKS_WANTED // blocks), most, chunks))
+    slices_most = SLICE_BYTES_MAX // (row_panels * column_panels * tile.c_bytes * blocks)
+    slices = max(1, min(-(-TASKS_WANTED // blocks), slices_most, chunks))
     chunks_per_slice, slices = even_pieces(chunks, -(-chunks // slices))
     return Blocking(
         tile, lanes_are_pixels, tap_chunk, tap_chunks, channel_chunk, channel_chunks,
         filter_chunk, filter_chunks, row_panels, column_panels, chunks, slices, chunks_per_slice,
+        channel_major,
     )  # fmt: skip
 
 
@@ -235,6 +256,10 @@ class FilterGradient:
     def _finish_block(self, block: Block, c: IntLike) -> None:
         k, plan, tile = self.k, self.plan, self.plan.tile
         chunk = block.chunk
+        if plan.channel_major:
+            with k.loop(0, plan.column_panels * tile.vectors) as vector:
+                self._finish_runs(block, c, vector)
+            return
         with k.loop(0, plan.column_panels) as j, k.loop(0, plan.row_panels) as i:
             k.call(
                 FINISH, c + (j * plan.row_panels + i) * tile.c_bytes, block.dw,
@@ -257,7 +282,7 @@ class FilterGradient:
             ]
             pack_pixel_lanes(
                 k, self.taps, vectors, block.chunk, 0, block.image, a + d * tile.item,
-                tile.row_bytes, self.dtype, self.sum_dtype,
+                tile.row_bytes, self.dtype, self.sum_dtype, self.plan.channel_major,
             )  # fmt: skip
 
     def _patch_columns(self, block: Block, pixel: IntLike, depth: IntLike, b: IntLike) -> None:
@@ -318,14 +343,30 @@ class FilterGradient:
         channel, lanes = g.outer.tensor, tile.lanes
         count = block.outer_end - block.outer
         with k.loop(0, depth, lanes) as d:
-            pixels = Lanes(k, pixel + d, lanes, self.dy_spans, g.pixels, True, self.item)
-
-            def one_by_one(pixels: Lanes = pixels, d: IntLike = d) -> None:
+            column = a + d * tile.item
+            if channel == self.item:
+                self._dy_transposed(block, pixel + d, depth - d, count, column)
+            else:
+                pixels = Lanes(k, pixel + d, lanes, self.dy_spans, g.pixels, True, self.item)
+                read = pixels.reader(self.dtype)
                 with k.loop(0, count) as o:
-                    value = pixels.load(block.dy + o * channel, self.dtype)
-                    k.store(value, a + o * tile.row_bytes + d * tile.item, self.sum_dtype)
+                    value = read(block.dy + o * channel)
+                    k.store(value, column + o * tile.row_bytes, self.sum_dtype)
 
-            one_by_one()
+    def _dy_transposed(
+        self, block: Block, pixel: IntLike, left: IntLike, count: IntLike, column: IntLike
+    ) -> None:
+        """A vector of pixels from channels that are neighbours; pixels past the end are junk."""
+        k, plan, tile = self.k, self.plan, self.plan.tile
+        lanes = tile.lanes
+        offsets = [place(k, pixel + k.min(r, left - 1), self.dy_spans)[0] for r in range(lanes)]
+        with k.loop(0, count, lanes) as o:
+            mask = k.first_lanes(count - o, lanes)
+            at = block.dy + o * self.item
+            rows = [k.load(at + offset, self.dtype, lanes, mask=mask) for offset in offsets]
+            for r, value in enumerate(transposed(k, rows)):
+                with k.if_(o + r < plan.row_panels * tile.rows):
+                    k.store(value, column + (o + r) * tile.row_bytes, self.sum_dtype)
 
     def _outer_mask(self, block: Block, vector: IntLike) -> Mask | None:
         """Lanes of a vector of outer channels that exist in the block."""
@@ -368,6 +409,27 @@ class FilterGradient:
                         offset=j * tile.lanes * tile.item,
                     )  # fmt: skip
                     self._store(value, alpha, beta, at, step, mask)
+
+    def _finish_runs(self, block: Block, c: IntLike, vector: IntLike) -> None:
+        """One vector of outer channels of a block: transposed, its rows are runs of dw."""
+        k, g, plan, tile = self.k, self.geometry, self.plan, self.plan.tile
+        lanes, rows = tile.lanes, block.chunk.depth
+        panel, j = vector // tile.vectors, vector % tile.vectors
+        column = c + panel * (plan.row_panels * tile.c_bytes) + j * (lanes * tile.item)
+        left = block.outer_end - block.outer - vector * lanes
+        first = block.dw + block.chunk.i0 * g.inner.filter
+        first = first + (block.outer + vector * lanes) * g.outer.filter
+        with k.loop(0, rows, lanes) as row:
+            tiles = []
+            for r in range(lanes):
+                number = k.min(row + r, rows - 1)
+                at = number // tile.rows * tile.c_bytes + number % tile.rows * tile.step_bytes
+                tiles.append(k.load(column + at, self.sum_dtype, lanes))
+            mask = k.first_lanes(rows - row, lanes)
+            for r, value in enumerate(transposed(k, tiles)):
+                with k.if_(left > r):
+                    at = first + r * g.outer.filter + row * self.item
+                    k.store_blended(value, self.alpha, self.beta, at, self.dtype, mask=mask)
 
     def _store(
         self, value: Float, alpha: Float, beta: Float, at: IntLike, step: int, mask: Mask

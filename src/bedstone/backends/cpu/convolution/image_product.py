@@ -370,8 +370,9 @@ class ImageProduct:
                 for j in range(tile.vectors)
             ]
             pack_pixel_lanes(
-                k, self.taps, vectors, chunk, first_tap, source, target, tile.step_bytes, *types
-            )
+                k, self.taps, vectors, chunk, first_tap, source, target, tile.step_bytes, *types,
+                taps_inside=True,
+            )  # fmt: skip
             return
         count = k.min(g.pixels - pixel0, tile.rows)
         with k.loop(0, count) as m:

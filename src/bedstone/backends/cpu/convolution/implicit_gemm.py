@@ -56,7 +56,7 @@ class ImplicitGemm(Algorithm):
         target = Target.current()
         emitter, _ = kernel_of(problem, target)
         return compiled(
-            f"{self.name} {problem}",
+            f"{self.name} {emitter.__name__} {problem}",
             lambda target: emitter(problem, target).emit(),
             len(problem.operands),
             emitter.describe(problem, target),

@@ -129,18 +129,43 @@ def pack_pixel_lanes(
     depth_bytes: int,
     dtype: str,
     sum_dtype: str,
+    channel_major: bool = False,
+    taps_inside: bool = False,
 ) -> None:
     """Adjacent vectors of pixels for the whole chunk; depth number d goes to target +
-    d * depth_bytes, the vectors side by side."""
+    d * depth_bytes, the vectors side by side.
+
+    channel_major  numbers the depth by channels, then taps of the chunk
+    taps_inside    loops over the taps innermost where no tap needs a check: they read the same
+                   cache lines, but write far apart
+    """
     channel = taps.geometry.inner.tensor
+    source = image + chunk.i0 * channel
+
+    tap_bytes, channel_bytes = chunk.channels * depth_bytes, depth_bytes
+    if channel_major:
+        tap_bytes, channel_bytes = depth_bytes, (chunk.t1 - chunk.t0) * depth_bytes
+
+    def copy_all(copy: Callable[[IntLike, IntLike], None]) -> None:
+        with k.loop(0, chunk.channels) as c, k.loop(chunk.t0, chunk.t1) as t:
+            at = source + c * channel + taps.tap(first_tap + t).image
+            copy(at, target + (t - chunk.t0) * tap_bytes + c * channel_bytes)
+
+    if taps_inside and not taps.geometry.checked:
+        copy_vectors(k, vectors, [None] * len(vectors), copy_all, dtype, sum_dtype)
+        return
     with k.loop(chunk.t0, chunk.t1) as t:
         tap = taps.tap(first_tap + t)
         valid = [_valid(taps.geometry, pixels.coordinates, tap) for pixels in vectors]
-        source = image + tap.image + chunk.i0 * channel
-        row = target + (t - chunk.t0) * chunk.channels * depth_bytes
-        copy_vectors(
-            k, vectors, valid, chunk.channels, source, channel, row, depth_bytes, dtype, sum_dtype
-        )
+
+        def copy_tap(
+            copy: Callable[[IntLike, IntLike], None], tap: TapAt = tap, t: IntLike = t
+        ) -> None:
+            row = target + (t - chunk.t0) * tap_bytes
+            with k.loop(0, chunk.channels) as c:
+                copy(source + tap.image + c * channel, row + c * channel_bytes)
+
+        copy_vectors(k, vectors, valid, copy_tap, dtype, sum_dtype)
 
 
 def pack_channel_lanes(

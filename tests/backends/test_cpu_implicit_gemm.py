@@ -1,0 +1,139 @@
+"""cpu:implicit_gemm: both ways to backward_data, narrower vectors, thread counts, the tiles."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llvmlite")
+
+from bedstone.backends.cpu.builder import KernelBuilder
+from bedstone.backends.cpu.convolution import implicit_gemm
+from bedstone.backends.cpu.convolution.data_gradient import DataGradient
+from bedstone.backends.cpu.convolution.filter_gradient import FilterGradient
+from bedstone.backends.cpu.convolution.image_product import ImageProduct
+from bedstone.backends.cpu.kernel import ENTRY, compiled
+from bedstone.backends.cpu.microkernels import SHAPES, TILE, Tile, emit_tile
+from bedstone.backends.cpu.target import Target
+from bedstone.plan.config import config
+from bedstone.plan.handle import Handle
+from bedstone.spec.problem import parse_problem
+from bedstone.testing.harness import Case, run_case
+
+ALGORITHM = "cpu:implicit_gemm"
+TARGETS = ("native", "haswell", "x86-64")
+SHAPES_TRIED = (
+    "n2c5h9w11k7r3s3",
+    "n3c17h10w9k33r3p1",
+    "n1c20h13w12k18r3s2ph2_1pw0_3uh2uw3lh2lw1g2",  # everything different by axis
+    "n1c3h31k20r7u2p3",  # every second pixel
+    "n40c4h4k5r2",  # vectors over several rows and images
+    "n2c300h5k9r1",  # several chunks of depth
+    "n1c2d5h6w7k20t3r2s3p1uh2",
+)
+
+
+@pytest.fixture(params=TARGETS)
+def target(request):
+    """Compile for this target."""
+    if request.param != "native" and not Target.named("native").triple.startswith("x86_64"):
+        pytest.skip("not an x86-64 machine")
+    if Target.named(request.param).vector_bytes > Target.named("native").vector_bytes:
+        pytest.skip("the machine is narrower")
+    with config(cpu_target=request.param):
+        yield request.param
+
+
+def run(line, beta=0.0, threads=2):
+    case = Case(parse_problem(line), ALGORITHM, "integers", 2.0, beta, "end", threads=threads)
+    assert run_case(case, Handle("cpu")) == ALGORITHM
+
+
+@pytest.mark.parametrize("options", ["float32", "float64 x=NHWC w=NHWC y=NHWC", "bfloat16"])
+@pytest.mark.parametrize("shape", SHAPES_TRIED)
+@pytest.mark.parametrize("direction", ["forward", "backward_data", "backward_filter"])
+def test_every_instruction_set(target, direction, shape, options):
+    if "NHWC" in options and "d" in shape:
+        options = options.replace("NHWC", "NDHWC")
+    if "bfloat16" in options:
+        pytest.importorskip("ml_dtypes")
+    run(f"convolution {direction} {shape} {options}")
+    run(f"convolution {direction} {shape} {options}", beta=-1.0)
+
+
+@pytest.mark.parametrize("emitter", [ImageProduct, DataGradient])
+@pytest.mark.parametrize("layout", ["", "x=NHWC w=NHWC y=NHWC", "x=NHWC", "y=NHWC"])
+@pytest.mark.parametrize("shape", [s for s in SHAPES_TRIED if "d" not in s])
+def test_both_ways_of_backward_data(monkeypatch, emitter, layout, shape):
+    monkeypatch.setattr(implicit_gemm, "kernel_of", lambda problem, target: (emitter, 1.0))
+    run(f"convolution backward_data {shape} float32 {layout}", beta=1.0)
+
+
+@pytest.mark.parametrize(
+    "line, emitter",
+    [
+        ("forward n1c8h9k16r3p1", ImageProduct),
+        ("backward_data n4c64h14k64r3p1", ImageProduct),
+        ("backward_data n16c128h16k128r7", DataGradient),  # the image shrinks from 16 to 10
+        ("backward_data n2c3h64k64r7u2p3", DataGradient),  # three channels
+        ("backward_data n1c1h2000k16r3", ImageProduct),  # too large an image to own
+        ("backward_filter n1c8h9k16r3p1", FilterGradient),
+    ],
+)
+def test_choice_of_kernel(line, emitter):
+    problem = parse_problem(f"convolution {line} float32")
+    assert implicit_gemm.kernel_of(problem, Target.named("haswell"))[0] is emitter
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "forward n2c40h20k40r3p1",
+        "backward_data n4c40h20k40r5",
+        "backward_filter n9c6h30k20r3p1",  # slices of the pixels
+        "backward_filter n2c64h12k64r3p1",
+    ],
+)
+def test_threads_do_not_change_the_result(line):
+    problem = parse_problem(f"convolution {line} float32")
+    random = np.random.default_rng(0)
+    arrays = [random.standard_normal(o.desc.dims).astype(np.float32) for o in problem.operands]
+    plan = Handle("cpu").plan(problem, ALGORITHM)
+    results = []
+    for threads in (1, 2, 5, 2):
+        with config(num_threads=threads):
+            arrays[-1][...] = np.nan
+            plan(*(a.ctypes.data for a in arrays))
+        results.append(arrays[-1].copy())
+    assert np.isfinite(results[0]).all()
+    for other in results[1:]:
+        np.testing.assert_array_equal(results[0], other)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_tiles_of_every_shape(target, dtype):
+    lanes = Target.named(target).vector_bytes // np.dtype(dtype).itemsize
+    random = np.random.default_rng(0)
+    for rows, vectors in SHAPES[Target.named(target).vector_registers]:
+        tile = Tile(rows, vectors, lanes, 13, dtype)
+
+        def emit(target, tile=tile):
+            k = KernelBuilder(target)
+            emit_tile(k, tile)
+            with k.entry(ENTRY, pointers=3) as call:
+                k.call(TILE, *call.pointers, call.workspace, 0)
+                k.call(TILE, *call.pointers, 1, 1)
+            return k
+
+        a = random.integers(-3, 4, (rows, tile.row_bytes // tile.item)).astype(dtype)
+        b = random.integers(-3, 4, (13, tile.columns)).astype(dtype)
+        c = np.full((rows, tile.columns), np.nan, dtype)
+        for depth in (0, 1, 4, 13):
+            kernel = compiled(f"test tile {tile}", emit, 3)
+            kernel([a.ctypes.data, b.ctypes.data, c.ctypes.data], depth)
+            np.testing.assert_array_equal(c, a[:, :depth] @ b[:depth] + a[:, :1] @ b[:1])
+
+
+def test_description_names_the_way():
+    plan = Handle("cpu").plan(parse_problem("convolution forward n1c8h9k16r3p1"), ALGORITHM)
+    assert "gathers patches" in plan.explain()
