@@ -21,7 +21,7 @@ import sys
 import time
 from pathlib import Path
 
-from bedstone.backends.gluon.convolution import ALGORITHMS, tiles
+from bedstone.backends.gluon.convolution import ALGORITHMS, halo, tiles
 from bedstone.backends.gluon.convolution import filter_gradient as fg
 from bedstone.backends.gluon.convolution import implicit_gemm_ws as ws
 from bedstone.backends.gluon.convolution.patches import choose_patch
@@ -139,6 +139,7 @@ class Bench:
 
         self.torch, self.options = torch, options
         self.device = CudaRuntime().device(0)
+        torch.zeros(1, device="cuda")  # makes the context current
         torch.backends.cudnn.benchmark = True
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
         self.started = time.time()
@@ -304,9 +305,7 @@ def check_one(bench, problem, algorithm):
         out.copy_(before)
         bench.call(kernel, problem, algorithm, {**arrays, name: out}, alpha, beta)
         torch.cuda.synchronize()
-        if not torch.equal(
-            first.view(-1).nan_to_num(), out.reshape(first.shape).view(-1).nan_to_num()
-        ):
+        if not torch.equal(first.nan_to_num(), out.nan_to_num()):
             return f"beta={beta}: another result at the second run", worst
         if (raw[:GUARD] != 255).any() or (raw[-GUARD:] != 255).any():
             return f"beta={beta}: wrote outside its output", worst
@@ -484,8 +483,8 @@ def summary(rows):
 
 
 def tile_kernels(options, device):
-    """(layer, problem, tile text, modelled seconds, kernel, algorithm) of --tiles."""
-    general = ALGORITHMS[0]
+    """(layer, problem, tile text, modelled seconds, kernel, workspace) of --tiles."""
+    processors = ws.multiprocessors(device)
     for name in TILE_LAYERS:
         for direction in DIRECTIONS[:2]:
             problem = problem_of(LAYERS[name], direction, "bfloat16", "layout=NHWC")
@@ -494,31 +493,36 @@ def tile_kernels(options, device):
                 if tile.bc != 64 or tile.bk > 2 * view.produced:
                     continue
                 patch = choose_patch(view.geo.images, view.geo.axes, tile.bm, view.backward)
-                seconds = ws.image_seconds(tile, patch, view, ws.multiprocessors(device))
+                seconds = ws.image_seconds(tile, patch, view, processors)
                 choice = ws.ImageChoice(tile, patch, seconds)
-                yield (
-                    name,
-                    problem,
-                    tile,
-                    seconds,
-                    ws.image_launch(problem, device, choice),
-                    general,
-                )
+                kernel = ws.image_launch(problem, device, choice)
+                yield name, problem, text_of(tile), seconds, kernel, 16
         problem = problem_of(LAYERS[name], "backward_filter", "bfloat16", "layout=NHWC")
-        split = ALGORITHMS[1]
         for tile in tiles.FILTER_HALF:
-            choice = fg.filter_choice(problem, tile, ws.multiprocessors(device), True)
+            choice = fg.filter_choice(problem, tile, processors, True)
             if tile.bm > 2 * problem.w.dims[0] or tile.bk > 2 * problem.w.dims[1]:
                 continue
             kernel = fg.filter_launch(problem, device, choice, True)
-            yield name, problem, tile, choice.work.seconds, kernel, (split, choice.work.workspace)
+            yield name, problem, text_of(tile), choice.work.seconds, kernel, choice.work.workspace
+        if problem.w.dims[3] == 3:
+            work, view = halo.halo_work(problem, processors), fg.filter_view(problem)
+            total = fg.sum_launch(problem, device, work, view.geo, view.geo.taps, view.flip)
+            for skip in (False, True):
+                main = halo.halo_launch(problem, device, work, skip)
+                kernel = launch.Chain((main, total))
+                yield name, problem, f"halo{skip:d}", work.seconds, kernel, work.workspace
+
+
+def text_of(tile):
+    """A tile's numbers."""
+    return f"{tile.bm}x{tile.bk}x{tile.bc}/{tile.stages}/{tile.consumers}"
 
 
 def measure_tiles(bench):
     """--tiles."""
     rows, groups = [], {}
-    for name, problem, tile, modelled, kernel, owner in tile_kernels(bench.options, bench.device):
-        groups.setdefault((name, problem), []).append((tile, modelled, kernel, owner))
+    for name, problem, tile, modelled, kernel, size in tile_kernels(bench.options, bench.device):
+        groups.setdefault((name, problem), []).append((tile, modelled, kernel, size))
     for (name, problem), found in groups.items():
         if bench.late():
             print("out of time before tiles of", name)
@@ -527,8 +531,7 @@ def measure_tiles(bench):
         _, out = bench.guarded(problem.outputs[0].desc)
         arrays = {**data, problem.outputs[0].name: out}
         calls = []
-        for _, _, kernel, owner in found:
-            size = owner[1] if isinstance(owner, tuple) else 16
+        for _, _, kernel, size in found:
             space = bench.torch.empty(size, dtype=bench.torch.uint8, device="cuda")
 
             def call(i, k=kernel, s=space, p=problem, a=arrays):
@@ -539,7 +542,7 @@ def measure_tiles(bench):
         for (tile, modelled, _, _), t in zip(found, seconds):
             rows.append({
                 "layer": name, "direction": problem.direction,
-                "tile": f"{tile.bm}x{tile.bk}x{tile.bc}/{tile.stages}/{tile.warps}",
+                "tile": f"{tile.bm}x{tile.bk}x{tile.bc}/{tile.stages}/{tile.consumers}",
                 "microseconds": round(t * 1e6, 2), "modelled": round(modelled * 1e6, 2),
                 "tflops": round(problem.flops / t / 1e12, 1),
             })  # fmt: skip

@@ -19,7 +19,6 @@ from bedstone.backends.gluon.convolution.epilogue import add_old, finish, pixel_
 from bedstone.backends.gluon.convolution.f16x3_kernels import (
     LEAST,
     LOW,
-    MAGNITUDE,
     RANGE,
     ROWS,
     TOP,
@@ -29,6 +28,7 @@ from bedstone.backends.gluon.convolution.f16x3_kernels import (
 from bedstone.backends.gluon.convolution.image_kernels import image_taps, image_tile
 from bedstone.backends.gluon.convolution.ring import advance, make_ring
 
+MAGNITUDE = gl.constexpr(0x7FFFFFFF)  # the bits of |x|
 INFINITE = gl.constexpr(0x7F800000)  # the bits of infinity; NaNs are above
 PRODUCER_REGISTERS = gl.constexpr(40)
 

@@ -67,7 +67,7 @@ def finish(
 @gluon.jit
 def store_pixels(
     v, y_ptr, first, channels, origin, rho, box, logs, out, out_strides, channel_stride, stride,
-    RESIDUES: gl.constexpr, ORDER: gl.constexpr, WARPS: gl.constexpr,
+    first_row, RESIDUES: gl.constexpr, ORDER: gl.constexpr,
 ):  # fmt: skip
     """Masked stores of a tile in y's type, with channels ("rows") or pixels ("columns")
     innermost; only columns below `channels` are written."""
@@ -76,14 +76,12 @@ def store_pixels(
     if ORDER == "rows":
         VEC: gl.constexpr = 128 // y_ptr.dtype.element_ty.primitive_bitwidth
         ACROSS: gl.constexpr = BK // VEC if BK // VEC < 32 else 32
-        layout: gl.constexpr = gl.BlockedLayout(
-            [1, VEC], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0]
-        )
+        layout: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
     else:
-        layout: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, WARPS], [0, 1])
+        layout: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])
     o = gl.convert_layout(v.to(y_ptr.dtype.element_ty), layout)
     offset, inside = pixel_offsets(
-        origin, rho, box, logs, out, out_strides, stride, 0, BM, layout, RESIDUES
+        origin, rho, box, logs, out, out_strides, stride, first_row, BM, layout, RESIDUES
     )
     k = first + gl.arange(0, BK, layout=gl.SliceLayout(0, layout))
     mask = inside[:, None] & (k < channels)[None, :]

@@ -23,6 +23,7 @@ from bedstone.backends.gluon.convolution.implicit_gemm_ws import (
     multiprocessors,
 )
 from bedstone.backends.triton import launch
+from bedstone.backends.triton.convolution.geometry import word
 from bedstone.plan.algorithm import Algorithm, Kernel
 from bedstone.plan.device import Device
 from bedstone.spec.convolution import ConvolutionProblem
@@ -56,9 +57,20 @@ def layout_of(problem: ConvolutionProblem, choice: ImageChoice) -> Layout:
     view = image_view(problem)
     columns = view.geo.groups * view.produced
     halves = 2 * choice.patch.count * view.geo.groups * -(-view.produced // choice.tile.bk)
-    info = _aligned(PLANES * 2 * problem.w.size)
+    info = _aligned(PLANES * 2 * plane_size(view))
     todo = info + _aligned(4 * columns)
     return Layout(info, todo, todo + _aligned(4 * (1 + halves)))
+
+
+def pitch_of(view: ImageView) -> int:
+    """Distance of taps in a plane: channels, rounded up to what TMA takes."""
+    unit = word(DType.float16.itemsize)
+    return -(-view.geo.channels // unit) * unit
+
+
+def plane_size(view: ImageView) -> int:
+    """Elements of a plane."""
+    return view.geo.groups * view.geo.filters * view.geo.taps * pitch_of(view)
 
 
 class ImplicitGemmF16x3(Algorithm):
@@ -131,7 +143,7 @@ def split_launch(
     width = SPLIT_COLUMNS_BACKWARD if view.backward else 1
     scalars = {
         "columns": columns, "length": view.reduced * geo.taps, "taps": geo.taps,
-        "filters": geo.filters, "channels": geo.channels,
+        "filters": geo.filters, "channels": geo.channels, "pitch": pitch_of(view),
     }  # fmt: skip
     arguments: dict[str, launch.Argument] = {
         "w_ptr": launch.Pointer(0 if view.backward else 1, DType.float32),
@@ -140,7 +152,7 @@ def split_launch(
         "list_ptr": launch.Scratch(DType.int32, where.todo),
         **{name: launch.Scalar(value) for name, value in scalars.items()},
         **{f"stride_{n}": launch.Scalar(s, "i64") for n, s in zip(("k", "tap", "c"), strides)},
-        "plane": launch.Scalar(problem.w.size, "i64"),
+        "plane": launch.Scalar(plane_size(view), "i64"),
     }
     constants = {"BACKWARD": view.backward, "COLUMNS": width, "CHUNK": SPLIT_CHUNK // width}
     return launch.prepare(
@@ -158,11 +170,12 @@ def image_launch(
 
     tile, geo = choice.tile, view.geo
     arguments, constants = common_arguments(problem, view, tile, choice.patch)
-    k, taps, c = geo.groups * geo.filters, geo.taps, geo.channels
+    k, taps, c, pitch = geo.groups * geo.filters, geo.taps, geo.channels, pitch_of(view)
     box = (1, tile.bc, 1, tile.bk) if view.backward else (1, tile.bk, 1, tile.bc)
     arguments |= {
         "w_desc": launch.TensorMap(
-            None, DType.float16, (PLANES, k, taps, c), (k * taps * c, taps * c, c, 1), box,
+            None, DType.float16, (PLANES, k, taps, c),
+            (k * taps * pitch, taps * pitch, pitch, 1), box,
             images.layout_of(box, DType.float16),
         ),
         "info_ptr": launch.Scratch(DType.int32, where.info),

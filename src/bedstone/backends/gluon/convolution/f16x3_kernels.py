@@ -8,8 +8,9 @@ at worst, for elements down to 2^-29 of the largest of their row or filter. The 
 sums truncate, so each step's products are added to a float32 sum in ordinary registers, where the
 rows' scales are undone.
 
-What that cannot hold is noticed. Half a tile that meets smaller elements, rows of x from 2^50 on,
-Inf or NaN is not stored but put on a list, which the careful kernel (careful_kernels) works off.
+What that cannot hold is noticed. Half a tile that meets smaller elements, rows of x from 2^50 on
+or Inf is not stored but put on a list, which the careful kernel (careful_kernels) works off. A NaN
+of x makes every sum of its row NaN, as it should.
 """
 
 from triton.experimental import gluon
@@ -27,7 +28,6 @@ from bedstone.backends.gluon.convolution.ring import advance, make_ring
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(232), gl.constexpr(24)
 ROWS = gl.constexpr(64)  # pixels of a consumer
-MAGNITUDE = gl.constexpr(0x7FFFFFFF)  # the bits of |x|
 # Biased exponents E of float32. A row of largest exponent E is scaled by 2^(TOP - E), to [2^14,
 # 2^15); E is taken as LEAST at least, where the scale is float32's largest power of two.
 TOP, LEAST = gl.constexpr(141), gl.constexpr(14)
@@ -55,13 +55,14 @@ def column_info(info_ptr, first, columns, BK: gl.constexpr, layout: gl.constexpr
 @gluon.jit
 def survey(x):
     """Of each row of a tile: its largest exponent, LEAST at least, and 1 if it is beyond the fast
-    kernel (huge, Inf, NaN or elements too small), else 0."""
-    a = x.to(gl.int32, bitcast=True) & MAGNITUDE
-    e = gl.maximum(gl.max(a, 1) >> 23, LEAST)
-    # As unsigned numbers, so that zeros come last; -1 where all elements are zero.
-    least = gl.min((a - 1).to(gl.uint32, bitcast=True), 1).to(gl.int32, bitcast=True)
+    kernel (huge, Inf or elements too small), else 0."""
+    top = gl.max(gl.abs(x), 1).to(gl.int32, bitcast=True)  # of numbers: a NaN makes its own way
+    e = gl.maximum(top >> 23, LEAST)
+    # Twice a magnitude's bits less one, unsigned, so that zeros come last.
+    twice = (x.to(gl.int32, bitcast=True) << 1) - 1
+    least = gl.min(twice.to(gl.uint32, bitcast=True), 1) >> 1
     floor = gl.maximum(e - RANGE, 0) << 23
-    beyond = (e >= HUGE) | ((least >= 0) & (least + 1 < floor))
+    beyond = (e >= HUGE) | (least.to(gl.int32, bitcast=True) < floor - 1)
     return e, beyond.to(gl.int32)
 
 

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from bedstone.backends.gluon.convolution.ring import advance, make_ring, previous
 
-PRODUCER_REGISTERS = gl.constexpr(40)
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(224), gl.constexpr(40)
 
 
 @gluon.jit
@@ -103,53 +103,55 @@ def filter_producer(
 
 
 @gluon.jit
-def store_part(part_ptr, slot, acc):
-    """A partial tile, row-major, into its slot."""
-    BK: gl.constexpr = acc.type.shape[0]
+def store_part(part_ptr, slot, acc, first_row, HEIGHT: gl.constexpr):
+    """Rows of a partial tile of HEIGHT rows, row-major, into its slot."""
+    ROWS: gl.constexpr = acc.type.shape[0]
     BC: gl.constexpr = acc.type.shape[1]
     layout: gl.constexpr = acc.type.layout
-    i = gl.arange(0, BK, layout=gl.SliceLayout(1, layout))
+    i = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     j = gl.arange(0, BC, layout=gl.SliceLayout(0, layout))
-    base = part_ptr + slot.to(gl.int64) * (BK * BC)
+    base = part_ptr + slot.to(gl.int64) * (HEIGHT * BC)
     gl.store(base + i[:, None] * BC + j[None, :], acc)
 
 
 @gluon.jit
 def filter_consumer(
-    dw_ptr, part_ptr, alpha, beta, a_bufs, b_bufs, empty, full,
+    IDX: gl.constexpr, dw_ptr, part_ptr, alpha, beta, a_bufs, b_bufs, empty, full,
     tiles, tile_steps, filter_tiles, channel_tiles, taps, filters, channels, dw_strides, flip,
     BK: gl.constexpr, BC: gl.constexpr, BP: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr, PARTIAL: gl.constexpr,
+    CONSUMERS: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
-    """Multiplies dy's patches, read transposed, by x's; stores tiles or parts of them."""
+    """Filters IDX * ROWS, ... of the tiles: multiplies dy's patches, read transposed, by x's;
+    stores tiles or parts of them."""
+    ROWS: gl.constexpr = BK // CONSUMERS
     INSTR_K: gl.constexpr = 256 // a_bufs.dtype.primitive_bitwidth
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BC, INSTR_K]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BC, INSTR_K]
     )
     run = work_range(tiles, tile_steps)
     stage = 0
     phase = 0
     for tile in range(run[0], run[1]):
         begin, end = steps_of(tile, run, tile_steps)
-        acc = gl.zeros((BK, BC), gl.float32, layout)
+        acc = gl.zeros((ROWS, BC), gl.float32, layout)
         for i in range(begin, end):
             mbarrier.wait(full.index(stage), phase)
-            a = a_bufs.index(stage).reshape((BP, BK)).permute((1, 0))
+            a = a_bufs.index(stage).reshape((BP, BK)).slice(IDX * ROWS, ROWS, dim=1)
             b = b_bufs.index(stage).reshape((BP, BC))
-            acc = warpgroup_mma(a, b, acc, is_async=True)
+            acc = warpgroup_mma(a.permute((1, 0)), b, acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
             mbarrier.arrive(empty.index(previous(stage, STAGES)), count=1, pred=i > begin)
             stage, phase = advance(stage, phase, STAGES)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index(previous(stage, STAGES)), count=1)
         if PARTIAL:
-            store_part(part_ptr, gl.program_id(0) + tile, acc)
+            store_part(part_ptr, gl.program_id(0) + tile, acc, IDX * ROWS, BK)
         else:
             g, kt, ct, rd, rh, rw = filter_tile(tile, filter_tiles, channel_tiles, taps)
             tap = (rd * taps[1] + rh) * taps[2] + rw
             if flip:
                 tap = taps[0] * taps[1] * taps[2] - 1 - tap
-            k = kt * BK + gl.arange(0, BK, layout=gl.SliceLayout(1, layout))
+            k = kt * BK + IDX * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
             c = ct * BC + gl.arange(0, BC, layout=gl.SliceLayout(0, layout))
             ptr = dw_ptr + tap * dw_strides[1] + ((g * filters + k) * dw_strides[0])[:, None]
             ptr += (c * dw_strides[2])[None, :]
@@ -166,7 +168,7 @@ def convolution_filter_ws_kernel(
     tiles, tile_steps, filter_tiles, channel_tiles, patches, box, taps, pad, stride, dilation,
     filters, channels, dw_strides, flip,
     BK: gl.constexpr, BC: gl.constexpr, BP: gl.constexpr, STAGES: gl.constexpr,
-    WARPS: gl.constexpr, DEPTH: gl.constexpr, PARTIAL: gl.constexpr,
+    CONSUMERS: gl.constexpr, DEPTH: gl.constexpr, PARTIAL: gl.constexpr,
 ):  # fmt: skip
     """dw = alpha * sum over pixels of dy * x + beta * dw, or parts of the sums in slots.
 
@@ -175,6 +177,7 @@ def convolution_filter_ws_kernel(
     tiles       group x filter_tiles x channel_tiles x taps of them, tile_steps patches each
     patches     along (n, d, h, w); box of each
     filters, channels  of one group; dw_strides (k, tap, c); flip reverses the taps
+    CONSUMERS   share a tile's filters
     PARTIAL     write slot program + tile of part_ptr (BK x BC float32) instead of dw
     """
     a_bufs = gl.allocate_shared_memory(
@@ -183,23 +186,46 @@ def convolution_filter_ws_kernel(
     b_bufs = gl.allocate_shared_memory(
         x_desc.dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout
     )
-    empty, full = make_ring(STAGES, 1)
-    gl.warp_specialize(
-        [
-            (filter_consumer, (
-                dw_ptr, part_ptr, alpha, beta, a_bufs, b_bufs, empty, full,
-                tiles, tile_steps, filter_tiles, channel_tiles, taps, filters, channels,
-                dw_strides, flip, BK, BC, BP, STAGES, WARPS, PARTIAL,
-            )),
-            (filter_producer, (
-                x_desc, dy_desc, a_bufs, b_bufs, empty, full,
-                tiles, tile_steps, filter_tiles, channel_tiles, patches, box, taps, pad, stride,
-                dilation, filters, channels, BK, BC, STAGES, DEPTH,
-            )),
-        ],
-        [1],
-        [PRODUCER_REGISTERS],
-    )  # fmt: skip
+    empty, full = make_ring(STAGES, CONSUMERS)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (filter_consumer, (
+                    0, dw_ptr, part_ptr, alpha, beta, a_bufs, b_bufs, empty, full,
+                    tiles, tile_steps, filter_tiles, channel_tiles, taps, filters, channels,
+                    dw_strides, flip, BK, BC, BP, STAGES, CONSUMERS, PARTIAL,
+                )),
+                (filter_consumer, (
+                    1, dw_ptr, part_ptr, alpha, beta, a_bufs, b_bufs, empty, full,
+                    tiles, tile_steps, filter_tiles, channel_tiles, taps, filters, channels,
+                    dw_strides, flip, BK, BC, BP, STAGES, CONSUMERS, PARTIAL,
+                )),
+                (filter_producer, (
+                    x_desc, dy_desc, a_bufs, b_bufs, empty, full,
+                    tiles, tile_steps, filter_tiles, channel_tiles, patches, box, taps, pad,
+                    stride, dilation, filters, channels, BK, BC, STAGES, DEPTH,
+                )),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (filter_consumer, (
+                    0, dw_ptr, part_ptr, alpha, beta, a_bufs, b_bufs, empty, full,
+                    tiles, tile_steps, filter_tiles, channel_tiles, taps, filters, channels,
+                    dw_strides, flip, BK, BC, BP, STAGES, CONSUMERS, PARTIAL,
+                )),
+                (filter_producer, (
+                    x_desc, dy_desc, a_bufs, b_bufs, empty, full,
+                    tiles, tile_steps, filter_tiles, channel_tiles, patches, box, taps, pad,
+                    stride, dilation, filters, channels, BK, BC, STAGES, DEPTH,
+                )),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )  # fmt: skip
 
 
 @triton.jit

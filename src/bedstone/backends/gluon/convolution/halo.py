@@ -96,8 +96,10 @@ def halo_map(operand: int, image: Image, columns: int) -> launch.TensorMap:
     )  # fmt: skip
 
 
-def halo_launch(problem: ConvolutionProblem, device: Device, work: FilterWork) -> Kernel:
-    """The kernel that writes the parts."""
+def halo_launch(
+    problem: ConvolutionProblem, device: Device, work: FilterWork, skip: bool = False
+) -> Kernel:
+    """The kernel that writes the parts. `skip`: leave out rows in the padding."""
     from bedstone.backends.gluon.convolution.halo_kernels import convolution_filter_halo_kernel
 
     view = filter_view(problem)
@@ -119,7 +121,7 @@ def halo_launch(problem: ConvolutionProblem, device: Device, work: FilterWork) -
         **{name: launch.Scalar(value) for name, value in scalars.items()},
     }
     constants: dict[str, Any] = {
-        "WIDTH": width, "STAGES": tiles.HALO_STAGES, "SKIP": False, "NARROW": narrow,
+        "WIDTH": width, "STAGES": tiles.HALO_STAGES, "SKIP": skip, "NARROW": narrow,
     }  # fmt: skip
     return launch.prepare(
         device, convolution_filter_halo_kernel, (work.programs,), arguments, constants,

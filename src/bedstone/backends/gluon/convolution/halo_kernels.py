@@ -133,9 +133,9 @@ def halo_consumer(
             mbarrier.arrive(empty.index(stage), count=1)
             stage, phase = advance(stage, phase, STAGES)
         slot = (gl.program_id(0) + tile) * (ROWS * 3) + ROW * 3
-        store_part(part_ptr, slot, a0)
-        store_part(part_ptr, slot + 1, a1)
-        store_part(part_ptr, slot + 2, a2)
+        store_part(part_ptr, slot, a0, 0, BLOCK)
+        store_part(part_ptr, slot + 1, a1, 0, BLOCK)
+        store_part(part_ptr, slot + 2, a2, 0, BLOCK)
 
 
 @gluon.jit

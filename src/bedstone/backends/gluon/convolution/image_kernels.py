@@ -33,29 +33,32 @@ from bedstone.backends.gluon.convolution.ring import (
     tap_range,
 )
 
-PRODUCER_REGISTERS = gl.constexpr(40)  # of 22 used
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(224), gl.constexpr(40)
 
 
 @gluon.jit
 def image_tile(tile, tiles, columns, box, stride, group, RESIDUES: gl.constexpr):
-    """Tile number -> origin of its patch (n, d, h, w), residues (d, h, w) and column tile."""
+    """Tile number -> origin of its patch (n, d, h, w), residues (d, h, w) and column tile. The
+    residues of a patch follow one another: they read the same pixels and write neighbours."""
     rows = tiles[0] * tiles[1] * tiles[2] * tiles[3]
     if RESIDUES:
         rows *= stride[0] * stride[1] * stride[2]
     row, column = grouped(tile, rows, columns, group)
+    rho = (0, 0, 0)
+    if RESIDUES:
+        rw = row % stride[2]
+        row = row // stride[2]
+        rh = row % stride[1]
+        row = row // stride[1]
+        rho = (row % stride[0], rh, rw)
+        row = row // stride[0]
     w = row % tiles[3]
     row = row // tiles[3]
     h = row % tiles[2]
     row = row // tiles[2]
     d = row % tiles[1]
-    row = row // tiles[1]
-    n = row % tiles[0]
-    origin = (n * box[0], d * box[1], h * box[2], w * box[3])
-    rho = (0, 0, 0)
-    if RESIDUES:
-        left = row // tiles[0]
-        rho = (left // (stride[2] * stride[1]), left // stride[2] % stride[1], left % stride[2])
-    return origin, rho, column
+    n = row // tiles[1]
+    return (n * box[0], d * box[1], h * box[2], w * box[3]), rho, column
 
 
 @gluon.jit
@@ -137,37 +140,67 @@ def image_producer(
 
 
 @gluon.jit
-def image_consumer(
-    y_desc, y_ptr, bias_ptr, alpha, beta, act_a, act_b, a_bufs, b_bufs, o_buf, loaded,
-    empty, full, tiles, columns, group, box, size, taps, pad, stride, dilation, channels,
-    logs, out, out_strides, channel_stride, out_channels,
-    BM: gl.constexpr, BK: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-    BACKWARD: gl.constexpr, UNIT: gl.constexpr, FLIP: gl.constexpr, DEPTH: gl.constexpr,
-    BIAS: gl.constexpr, ACTIVATION: gl.constexpr, STORE: gl.constexpr,
+def image_work(
+    tile, tiles, columns, group, box, size, taps, pad, stride, dilation, channels,
+    BC: gl.constexpr, BACKWARD: gl.constexpr, UNIT: gl.constexpr, FLIP: gl.constexpr,
 ):  # fmt: skip
-    """Multiplies what the ring holds into float32 accumulators and stores the finished tiles. A
-    stage is released one step late, when the product that read it has surely ended."""
+    """A tile's origin, residues, column tile and number of steps."""
+    origin, rho, column = image_tile(
+        tile, tiles, columns, box, stride, group, BACKWARD and not UNIT
+    )
+    d, h, w = image_taps(origin, rho, box, size, taps, pad, stride, dilation, BACKWARD, UNIT, FLIP)
+    steps = (d[4] - d[3]) * (h[4] - h[3]) * (w[4] - w[3]) * gl.cdiv(channels, BC)
+    return origin, rho, column, steps
+
+
+@gluon.jit
+def pick(y_descs, rho, stride, at, bar, buf, OUT: gl.constexpr, RESIDUES: gl.constexpr):
+    """Copies buf to (OUT) or from the residue's own view of the output."""
+    which = 0
+    if RESIDUES:
+        which = (rho[0] * stride[1] + rho[1]) * stride[2] + rho[2]
+    for i in gl.static_range(4 if RESIDUES else 1):
+        if which == i:
+            if OUT:
+                tma.async_copy_shared_to_global(y_descs[i], at, buf)
+            else:
+                tma.async_copy_global_to_shared(y_descs[i], at, bar, buf)
+
+
+@gluon.jit
+def image_consumer(
+    IDX: gl.constexpr, y_descs, y_ptr, bias_ptr, alpha, beta, act_a, act_b,
+    a_bufs, b_bufs, o_bufs, loaded, empty, full,
+    tiles, columns, group, box, half, size, taps, pad, stride, dilation, channels,
+    logs, out, out_strides, channel_stride, out_channels,
+    BM: gl.constexpr, BK: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, BACKWARD: gl.constexpr, UNIT: gl.constexpr, FLIP: gl.constexpr,
+    DEPTH: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, STORE: gl.constexpr,
+):  # fmt: skip
+    """Rows IDX * ROWS, ... of the tiles: multiplies what the ring holds into float32 accumulators
+    and stores them. Consumers are not in step with one another, so that one's stores hide behind
+    another's products. A stage is released one step late, when the product that read it has surely
+    ended; the next tile's place is worked out while the last product runs."""
     RESIDUES: gl.constexpr = BACKWARD and not UNIT
+    ROWS: gl.constexpr = BM // CONSUMERS
     INSTR_K: gl.constexpr = 256 // a_bufs.dtype.primitive_bitwidth
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BK, INSTR_K]
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BK, INSTR_K]
     )
     count = tile_count(tiles, columns, stride, RESIDUES)
     stage = 0
     phase = 0
     loads = 0
+    origin, rho, column, steps = image_work(
+        gl.program_id(0), tiles, columns, group, box, size, taps, pad, stride, dilation, channels,
+        BC, BACKWARD, UNIT, FLIP,
+    )  # fmt: skip
     for tile in range(gl.program_id(0), count, gl.num_programs(0)):
-        # Which tile, and how many steps it takes.
-        origin, rho, column = image_tile(tile, tiles, columns, box, stride, group, RESIDUES)
-        td, th, tw = image_taps(
-            origin, rho, box, size, taps, pad, stride, dilation, BACKWARD, UNIT, FLIP
-        )
-        steps = (td[4] - td[3]) * (th[4] - th[3]) * (tw[4] - tw[3]) * gl.cdiv(channels, BC)
-        # Compute.
-        acc = gl.zeros((BM, BK), gl.float32, layout)
+        # Load and compute.
+        acc = gl.zeros((ROWS, BK), gl.float32, layout)
         for i in range(steps):
             mbarrier.wait(full.index(stage), phase)
-            a = a_bufs.index(stage).reshape((BM, BC))
+            a = a_bufs.index(stage).reshape((BM, BC)).slice(IDX * ROWS, ROWS, dim=0)
             if BACKWARD:
                 b = b_bufs.index(stage).reshape((BC, BK))
             else:
@@ -176,66 +209,80 @@ def image_consumer(
             acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
             mbarrier.arrive(empty.index(previous(stage, STAGES)), count=1, pred=i > 0)
             stage, phase = advance(stage, phase, STAGES)
+        next_origin, next_rho, next_column, next_steps = image_work(
+            tile + gl.num_programs(0), tiles, columns, group, box, size, taps, pad, stride,
+            dilation, channels, BC, BACKWARD, UNIT, FLIP,
+        )  # fmt: skip
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index(previous(stage, STAGES)), count=1, pred=steps > 0)
         # Store.
         first = column * BK
         if STORE == "tma":
+            n = origin[0] + IDX * half[0]
+            h = origin[2] + IDX * half[2]
+            w = origin[3] + IDX * half[3]
+            at = [n, h, w, first]
             if DEPTH:
-                at = [origin[0], origin[1], origin[2], origin[3], first]
-            else:
-                at = [origin[0], origin[2], origin[3], first]
+                at = [n, origin[1] + IDX * half[1], h, w, first]
+            o_buf = o_bufs.index(IDX)
+            out_tile = o_buf.reshape((ROWS, BK))
             tma.store_wait(0)
-            out_tile = o_buf.reshape((BM, BK))
             v = alpha * acc
             if beta != 0:
-                mbarrier.expect(loaded, y_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(y_desc, at, loaded, o_buf)
-                mbarrier.wait(loaded, loads & 1)
+                bar = loaded.index(IDX)
+                mbarrier.expect(bar, y_descs[0].block_type.nbytes)
+                pick(y_descs, rho, stride, at, bar, o_buf, False, RESIDUES)
+                mbarrier.wait(bar, loads & 1)
                 loads += 1
                 v += beta * out_tile.load(layout).to(gl.float32)
             v = finish(v, bias_ptr, act_a, act_b, first, out_channels, BIAS, ACTIVATION)
-            out_tile.store(v.to(o_buf.dtype))
+            out_tile.store(v.to(o_bufs.dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(y_desc, at, o_buf)
+            pick(y_descs, rho, stride, at, full.index(0), o_buf, True, RESIDUES)
         else:
             offset, inside = pixel_offsets(
-                origin, rho, box, logs, out, out_strides, stride, 0, BM, layout, RESIDUES
-            )
+                origin, rho, box, logs, out, out_strides, stride, IDX * ROWS, ROWS, layout,
+                RESIDUES,
+            )  # fmt: skip
             v = add_old(
                 acc, alpha, beta, y_ptr, offset, inside, first, out_channels, channel_stride
             )
             v = finish(v, bias_ptr, act_a, act_b, first, out_channels, BIAS, ACTIVATION)
             store_pixels(
                 v, y_ptr, first, out_channels, origin, rho, box, logs, out, out_strides,
-                channel_stride, stride, RESIDUES, STORE, WARPS,
+                channel_stride, stride, IDX * ROWS, RESIDUES, STORE,
             )  # fmt: skip
+        origin, rho, column, steps = next_origin, next_rho, next_column, next_steps
     if STORE == "tma":
         tma.store_wait(0)
 
 
 @gluon.jit
 def convolution_image_ws_kernel(
-    x_desc, w_desc, y_desc, y_ptr, bias_ptr, alpha, beta, act_a, act_b,
-    tiles, columns, group_columns, group, box, size, taps, pad, stride, dilation, channels,
+    x_desc, w_desc, y_desc, y1_desc, y2_desc, y3_desc, y_ptr, bias_ptr, alpha, beta, act_a, act_b,
+    tiles, columns, group_columns, group, box, half, size, taps, pad, stride, dilation, channels,
     logs, out, out_strides, channel_stride, out_channels,
-    BM: gl.constexpr, BK: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr,
-    BACKWARD: gl.constexpr, UNIT: gl.constexpr, FLIP: gl.constexpr, DEPTH: gl.constexpr,
-    BIAS: gl.constexpr, ACTIVATION: gl.constexpr, STORE: gl.constexpr,
+    BM: gl.constexpr, BK: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, BACKWARD: gl.constexpr, UNIT: gl.constexpr, FLIP: gl.constexpr,
+    DEPTH: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, STORE: gl.constexpr,
 ):  # fmt: skip
     """y = act(alpha * conv(x, w) + beta * y + bias), or the same with the transposed convolution.
 
     One program walks tiles of BM pixels x BK output channels, BC reduced channels of one tap a
-    step, accumulating in float32. `x` is the image that is read (dy in a backward pass), `y` the
-    one that is written.
+    step, accumulating in float32; CONSUMERS share the pixels. `x` is the image that is read (dy in
+    a backward pass), `y` the one that is written.
 
-    x_desc  (n, [d,] h, w, c) with the strides of a forward convolution as element strides
-    w_desc  (k, tap, c)
-    tiles   patches along (n, d, h, w); columns tiles along the output channels, group_columns of
-            them a group of the convolution; group patches walked together
-    size    image that is read (d, h, w); channels reduced, a group
-    logs    log2 of box (d, h, w); out, out_strides, out_channels the image that is written
-            (n, d, h, w), channel_stride its distance of channels
+    x_desc   (n, [d,] h, w, c) with the strides of a forward convolution as element strides
+    w_desc   (k, tap, c)
+    y_desc   y (n, [d,] h, w, c), boxes of a consumer's pixels; with STORE other than "tma" masked
+             stores through y_ptr take its place. A backward pass with strides has one view a
+             residue of the pixels, y_desc to y3_desc
+    tiles    patches along (n, d, h, w); columns tiles along the output channels, group_columns of
+             them a group of the convolution; group patches walked together
+    box      a patch (n, d, h, w); half where its second half begins
+    size     image that is read (d, h, w); channels reduced, a group
+    logs     log2 of box (d, h, w); out, out_strides, out_channels the image that is written
+             (n, d, h, w), channel_stride its distance of channels
     """
     a_bufs = gl.allocate_shared_memory(
         x_desc.dtype, [STAGES] + x_desc.block_type.shape, x_desc.layout
@@ -244,29 +291,62 @@ def convolution_image_ws_kernel(
         w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout
     )
     if STORE == "tma":
-        out_desc = y_desc
-        o_buf = gl.allocate_shared_memory(y_desc.dtype, y_desc.block_type.shape, y_desc.layout)
+        o_bufs = gl.allocate_shared_memory(
+            y_desc.dtype, [CONSUMERS] + y_desc.block_type.shape, y_desc.layout
+        )
+        y_descs = (y_desc,)
+        if BACKWARD and not UNIT:
+            y_descs = (y_desc, y1_desc, y2_desc, y3_desc)
     else:  # stand-ins
-        out_desc = x_desc
-        o_buf = a_bufs
-    empty, full = make_ring(STAGES, 1)
-    loaded = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(loaded, count=1)
+        o_bufs = a_bufs
+        y_descs = (x_desc,)
+    empty, full = make_ring(STAGES, CONSUMERS)
+    loaded = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(loaded.index(i), count=1)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (image_consumer, (
-                out_desc, y_ptr, bias_ptr, alpha, beta, act_a, act_b, a_bufs, b_bufs, o_buf,
-                loaded, empty, full, tiles, columns, group, box, size, taps, pad, stride, dilation,
-                channels, logs, out, out_strides, channel_stride, out_channels,
-                BM, BK, BC, STAGES, WARPS, BACKWARD, UNIT, FLIP, DEPTH, BIAS, ACTIVATION, STORE,
-            )),
-            (image_producer, (
-                x_desc, w_desc, a_bufs, b_bufs, empty, full,
-                tiles, columns, group_columns, group, box, size, taps, pad, stride, dilation,
-                channels, BK, BC, STAGES, BACKWARD, UNIT, FLIP, DEPTH,
-            )),
-        ],
-        [1],
-        [PRODUCER_REGISTERS],
-    )  # fmt: skip
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (image_consumer, (
+                    0, y_descs, y_ptr, bias_ptr, alpha, beta, act_a, act_b,
+                    a_bufs, b_bufs, o_bufs, loaded, empty, full,
+                    tiles, columns, group, box, half, size, taps, pad, stride, dilation, channels,
+                    logs, out, out_strides, channel_stride, out_channels, BM, BK, BC, STAGES,
+                    CONSUMERS, BACKWARD, UNIT, FLIP, DEPTH, BIAS, ACTIVATION, STORE,
+                )),
+                (image_consumer, (
+                    1, y_descs, y_ptr, bias_ptr, alpha, beta, act_a, act_b,
+                    a_bufs, b_bufs, o_bufs, loaded, empty, full,
+                    tiles, columns, group, box, half, size, taps, pad, stride, dilation, channels,
+                    logs, out, out_strides, channel_stride, out_channels, BM, BK, BC, STAGES,
+                    CONSUMERS, BACKWARD, UNIT, FLIP, DEPTH, BIAS, ACTIVATION, STORE,
+                )),
+                (image_producer, (
+                    x_desc, w_desc, a_bufs, b_bufs, empty, full,
+                    tiles, columns, group_columns, group, box, size, taps, pad, stride, dilation,
+                    channels, BK, BC, STAGES, BACKWARD, UNIT, FLIP, DEPTH,
+                )),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (image_consumer, (
+                    0, y_descs, y_ptr, bias_ptr, alpha, beta, act_a, act_b,
+                    a_bufs, b_bufs, o_bufs, loaded, empty, full,
+                    tiles, columns, group, box, half, size, taps, pad, stride, dilation, channels,
+                    logs, out, out_strides, channel_stride, out_channels, BM, BK, BC, STAGES,
+                    CONSUMERS, BACKWARD, UNIT, FLIP, DEPTH, BIAS, ACTIVATION, STORE,
+                )),
+                (image_producer, (
+                    x_desc, w_desc, a_bufs, b_bufs, empty, full,
+                    tiles, columns, group_columns, group, box, size, taps, pad, stride, dilation,
+                    channels, BK, BC, STAGES, BACKWARD, UNIT, FLIP, DEPTH,
+                )),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )  # fmt: skip

@@ -8,6 +8,7 @@ is in filter_gradient.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import Any
 
 from bedstone.backends import gluon
 from bedstone.backends.gluon.convolution import images, tiles
-from bedstone.backends.gluon.convolution.images import Image, image_map, image_of
+from bedstone.backends.gluon.convolution.images import Image, Quad, image_map, image_of
 from bedstone.backends.gluon.convolution.patches import Patch, choose_patch
 from bedstone.backends.triton import driver, launch
 from bedstone.backends.triton.convolution.geometry import Axis, Geometry, geometry_of, word
@@ -26,6 +27,8 @@ from bedstone.spec.dtypes import DType
 from bedstone.spec.problem import Problem
 
 HALVES = (DType.float16, DType.bfloat16)
+WARPS = 4  # of a consumer
+MAX_VIEWS = 4  # views of the output that the kernel takes
 L2_GROUP = 8  # patches walked together through all output channels
 CHEAP_ACTIVATIONS = ("none", "relu", "leaky_relu", "clipped_relu", "clip")
 
@@ -68,6 +71,11 @@ class ImageView:
         return all(a.u == a.dil == 1 for a in self.geo.axes)
 
     @property
+    def residues(self) -> int:
+        """Classes of output pixels that meet different taps."""
+        return math.prod(a.u for a in self.geo.axes) if self.backward else 1
+
+    @property
     def reduced(self) -> int:
         """Reduced channels of a group."""
         return self.geo.filters if self.backward else self.geo.channels
@@ -100,7 +108,9 @@ def store_order(view: ImageView) -> str:
     if view.target.strides[4] != 1:
         return "columns"
     strided = view.backward and not view.unit
-    return "rows" if strided or images.refuses("y", view.target) else "tma"
+    if strided and (view.residues > MAX_VIEWS or any(a.size < a.u for a in view.geo.axes)):
+        return "rows"
+    return "rows" if images.refuses("y", view.target) else "tma"
 
 
 @dataclass(frozen=True)
@@ -258,7 +268,7 @@ def image_launch(problem: ConvolutionProblem, device: Device, choice: ImageChoic
     arguments, constants = image_arguments(problem, view, tile, patch)
     return launch.prepare(
         device, convolution_image_ws_kernel, (grid,), arguments, constants,
-        fallback=lambda: general_kernel(problem, device), num_warps=tile.warps,
+        fallback=lambda: general_kernel(problem, device), num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -273,12 +283,44 @@ def image_arguments(
         raise ValueError(f"the filter {problem.w} has no single axis of taps")
     w_box = (tile.bc, 1, tile.bk) if view.backward else (tile.bk, 1, tile.bc)
     arguments["w_desc"] = images.filter_map(0 if view.backward else 1, found, w_box)
-    constants |= {"WARPS": tile.warps, "STORE": store}
-    if store == "tma":
-        arguments["y_desc"] = image_map(last, view.target, patch.box, tile.bk)
-    else:
-        constants["y_desc"] = None
+    half = halved(patch.box) if tile.consumers == 2 else patch.box
+    arguments["half"] = Integers(tuple(b if b < whole else 0 for b, whole in zip(half, patch.box)))
+    constants |= {"CONSUMERS": tile.consumers, "STORE": store}
+    maps = residue_maps(view, last, half, tile.bk) if store == "tma" else []
+    if maps and view.backward and not view.unit:
+        maps += maps[:1] * (MAX_VIEWS - len(maps))
+    for i, name in enumerate(("y_desc", "y1_desc", "y2_desc", "y3_desc")):
+        if i < len(maps):
+            arguments[name] = maps[i]
+        else:
+            constants[name] = None
     return arguments, constants
+
+
+def halved(box: Quad) -> Quad:
+    """The first half of a box, cut along its outermost axis that has two."""
+    axis = next(i for i, b in enumerate(box) if b > 1)
+    return tuple(b // 2 if i == axis else b for i, b in enumerate(box))  # type: ignore[return-value]
+
+
+def residue_maps(view: ImageView, operand: int, box: Quad, channels: int) -> list[launch.TensorMap]:
+    """A view of the output for each residue of its pixels modulo the strides."""
+    target = view.target
+    if view.residues == 1:
+        return [image_map(operand, target, box, channels)]
+    maps, u = [], per_axis(view.geo, "u")
+    for rho in itertools.product(*(range(n) for n in u)):
+        space = tuple(-(-(n - r) // s) for n, r, s in zip(target.dims[1:4], rho, u))
+        steps = tuple(a * s for a, s in zip(target.strides[1:4], u))
+        first = sum(a * r for a, r in zip(target.strides[1:4], rho))
+        part = replace(
+            target,
+            dims=(target.dims[0], *space, target.dims[4]),
+            strides=(target.strides[0], *steps, 1),
+        )
+        offset = first * target.dtype.itemsize
+        maps.append(image_map(operand, part, box, channels, offset=offset))
+    return maps
 
 
 def common_arguments(

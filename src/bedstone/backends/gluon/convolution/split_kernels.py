@@ -17,7 +17,7 @@ def power_of_two(exponent):
 
 @triton.jit
 def filter_places(
-    i, j, length, taps, filters, channels, stride_k, stride_tap, stride_c, BACKWARD: tl.constexpr
+    i, j, taps, filters, channels, pitch, stride_k, stride_tap, stride_c, BACKWARD: tl.constexpr
 ):
     """(offset in w, offset in a plane) of the i-th element of the reduction of column j."""
     if BACKWARD:
@@ -30,12 +30,12 @@ def filter_places(
         tap = i // channels
         c = i % channels
     source = k.to(tl.int64) * stride_k + tap.to(tl.int64) * stride_tap + c.to(tl.int64) * stride_c
-    return source, (k.to(tl.int64) * taps + tap) * channels + c
+    return source, (k.to(tl.int64) * taps + tap) * pitch + c
 
 
 @triton.jit
 def convolution_split_filter_kernel(
-    w_ptr, planes_ptr, info_ptr, list_ptr, columns, length, taps, filters, channels,
+    w_ptr, planes_ptr, info_ptr, list_ptr, columns, length, taps, filters, channels, pitch,
     stride_k, stride_tap, stride_c, plane,
     BACKWARD: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -43,7 +43,8 @@ def convolution_split_filter_kernel(
 
     A column is what one output channel sums: `length` elements. One program takes COLUMNS of them.
     info[column] = biased exponent of its largest, + BEYOND if there are elements under 2^-29 of it,
-    Inf or NaN. The list of left-out tiles is emptied. `filters`, `channels`: of a group.
+    Inf or NaN. The list of left-out tiles is emptied. `filters`, `channels`: of a group;
+    pitch: distance of taps in a plane.
     """
     pid = tl.program_id(0)
     if pid == 0:
@@ -53,7 +54,7 @@ def convolution_split_filter_kernel(
     for start in range(0, length, CHUNK):
         i = start + tl.arange(0, CHUNK)[None, :]
         source, _ = filter_places(
-            i, j, length, taps, filters, channels, stride_k, stride_tap, stride_c, BACKWARD
+            i, j, taps, filters, channels, pitch, stride_k, stride_tap, stride_c, BACKWARD
         )
         w = tl.load(w_ptr + source, mask=(i < length) & (j < columns), other=0.0)
         top = tl.maximum(top, tl.max(w.to(tl.int32, bitcast=True) & MAGNITUDE, 1))
@@ -64,7 +65,7 @@ def convolution_split_filter_kernel(
     for start in range(0, length, CHUNK):
         i = start + tl.arange(0, CHUNK)[None, :]
         source, place = filter_places(
-            i, j, length, taps, filters, channels, stride_k, stride_tap, stride_c, BACKWARD
+            i, j, taps, filters, channels, pitch, stride_k, stride_tap, stride_c, BACKWARD
         )
         mask = (i < length) & (j < columns)
         w = tl.load(w_ptr + source, mask=mask, other=0.0)
