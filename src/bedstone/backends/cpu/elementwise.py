@@ -19,12 +19,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from llvmlite import ir
-
 from bedstone.backends.cpu.builder import Call, Int, KernelBuilder, itemsize
-from bedstone.backends.cpu.irtypes import I32, VOID
 from bedstone.backends.cpu.kernel import CompiledKernel, compiled
 from bedstone.backends.cpu.target import Target
+from bedstone.backends.cpu.tasks import each_unit, store_streaming
 from bedstone.backends.cpu.tiles import Tile
 from bedstone.backends.cpu.values import Float, IntLike, MaskLike
 from bedstone.plan.algorithm import Algorithm
@@ -33,15 +31,11 @@ from bedstone.plan.device import Device
 from bedstone.spec.problem import Problem
 from bedstone.spec.tensor import TensorDesc
 
-# A tensor is cut into units of about 16 Ki elements (small ones finer, down to what is worth
-# waking a thread for). A task is a run of units: one task a thread while the operands fit the
-# caches, so that each core finds its own part there next time (2 times faster than drawing
-# units); more of them for large tensors, where a core that falls behind costs more.
+# A tensor is cut into units of about 16 Ki elements, small ones finer, down to what is worth
+# waking a thread for.
 UNIT_ELEMENTS = 16 * 1024
 LEAST_UNIT_ELEMENTS = 4 * 1024
 UNITS_WANTED = 32
-TASKS_PER_THREAD = 1
-TASKS_PER_THREAD_LARGE = 4
 SHORT_ROW = 4  # vectors; a shorter row is not worth aligning
 # The time model: what a core copies (EPYC, 2 threads: 50 GB/s together), and a call's start.
 BYTES_PER_SECOND = 25e9
@@ -214,27 +208,14 @@ class _Map:
     # Tasks -------------------------------------------------------------------------------------
 
     def emit(self) -> None:
-        k, dims, threads = self.k, self.nest.dims, self.call.threads
+        dims = self.nest.dims
         self.ranges = -(-dims[self.split] // self.chunk)
         units = math.prod(dims[: self.outer]) * self.ranges
-        if units == 1:
-            tasks: IntLike = 1
-        else:
-            wanted = TASKS_PER_THREAD_LARGE if self.large else TASKS_PER_THREAD
-            tasks = k.min(k.max(threads, 1) * wanted, units)
         scratch = self.tile.bytes * len(self.columns) if self.columns else 0
-        with k.parallel(tasks, threads, scratch) as job:
-            self.tiles = job.scratch
+        with each_unit(self.k, self.call.threads, units, scratch, self.large) as (unit, memory):
+            self.tiles = memory
             self._factors()
-            with job.each_task() as task:
-                if units == 1:
-                    self._unit(0)
-                else:
-                    first, last = task * units // tasks, (task + 1) * units // tasks
-                    with k.loop(first, last, at_least_once=True) as unit:
-                        self._unit(unit)
-            if self.large:
-                flush_streamed(k)
+            self._unit(unit)
 
     def _unit(self, number: IntLike) -> None:
         """Find the unit's corner and run its loops."""
@@ -458,20 +439,6 @@ class _Map:
     @staticmethod
     def _register_type(dtype: str) -> str:
         return "float64" if dtype == "float64" else "float32"
-
-
-def store_streaming(k: KernelBuilder, value: Any, address: IntLike, dtype: str) -> None:
-    """Write a whole vector, at an address that its size divides, past the caches."""
-    raw = k._narrow(value, dtype)
-    size = itemsize(dtype) * value.lanes
-    store = k.ir.store(raw, k.pointer(address, raw.type), align=size)
-    store.set_metadata("nontemporal", k.module.add_metadata([ir.Constant(I32, 1)]))
-
-
-def flush_streamed(k: KernelBuilder) -> None:
-    """Make this thread's streamed stores visible before it reports that it is done."""
-    if k.target.triple.startswith(("x86_64", "amd64")):
-        k.external("llvm.x86.sse.sfence", VOID)
 
 
 class PointwiseAlgorithm(Algorithm):

@@ -44,6 +44,7 @@ class Position:
     mask: Mask | None
     spot: IntLike  # place in a buffer that holds all elements of a unit, in elements
     way: int = 0
+    streaming: bool = False
 
     def load(self, operand: int) -> Any:
         """The operand's values, in the type computed in; masked lanes read as 0."""
@@ -53,7 +54,7 @@ class Position:
     def store(self, output: Output, operand: int, value: Float) -> None:
         """Blend values into an output."""
         stride = self.rows.vector_stride(operand)
-        output.store(value, self.addresses[operand], stride, self.mask)
+        output.store(value, self.addresses[operand], stride, self.mask, self.streaming)
 
 
 class PerRow:
@@ -277,10 +278,17 @@ class Rows:
             body(Position(self, addresses, w, mask, 0))
 
     def walk(
-        self, body: Callable[[Position], None], chunk: IntLike | None = None, ways: int = 1
+        self,
+        body: Callable[[Position], None],
+        chunk: IntLike | None = None,
+        ways: int = 1,
+        written: int | None = None,
     ) -> None:
         """body(position) for every vector of the unit, or of one of its chunks; with `ways` > 1
-        along the row in turns for each way of the accumulators."""
+        along the row in turns for each way of the accumulators. Loops are aligned to the operand
+        `written`, so that a large one can be streamed."""
+        streamed = written is not None and self.vector_stride(written) == 1
+        self.written = written if streamed else None
         bounds: list[tuple[IntLike, IntLike]] = [(0, d) for d in self.inner.dims]
         if chunk is not None:
             first = chunk * self.chunk
@@ -320,39 +328,92 @@ class Rows:
         """Along a row: `ways` vectors a turn, then single ones, then a masked one."""
         k, lanes = self.k, self.lanes
 
-        def at(i: IntLike, mask: Any, way: int) -> None:
+        def at(i: IntLike, mask: Any, way: int, streaming: bool = False) -> None:
             moved = self._step(addresses, self.inner, -1, i)
-            body(Position(self, moved, i, mask, spot + i, way))
+            body(Position(self, moved, i, mask, spot + i, way, streaming))
 
+        if self.written is not None and not self._is_short(last - first):
+            head = self._to_alignment(addresses, first, last)
+            with k.if_(head > 0):
+                at(first, k.first_lanes(head, lanes), 0)
+            first = first + head
         count = last - first
         turns = first + (count - count % (lanes * ways))
         whole = first + (count - count % lanes)
-        if ways > 1 and not (isinstance(count, int) and count < lanes * ways):
+        if ways > 1 and not self._is_short(count):
             with k.loop(first, turns, lanes * ways) as i:
                 for way in range(ways):
                     at(i + way * lanes, None, way)
         else:
             turns = first
-        if not (isinstance(whole, int) and isinstance(turns, int) and whole == turns):
+
+        def plain() -> None:
+            if not (isinstance(whole, int) and isinstance(turns, int) and whole == turns):
+                with k.loop(turns, whole, lanes) as i:
+                    at(i, None, 0)
+
+        def streaming() -> None:
             with k.loop(turns, whole, lanes) as i:
-                at(i, None, 0)
+                at(i, None, 0, True)
+
+        self._stream(self.written is not None and not self._is_short(last - first), True,
+                     streaming, plain)  # fmt: skip
         rest = count % lanes
         if not (isinstance(rest, int) and rest == 0):
             with k.if_(k.as_int(rest) > 0):
                 at(whole, k.first_lanes(rest, lanes), 0)
 
+    def _is_short(self, count: IntLike) -> bool:
+        """Too short a piece of row for turns and alignment."""
+        return isinstance(count, int) and count < self.lanes * WAYS
+
+    def _to_alignment(self, addresses: Sequence[IntLike], first: IntLike, last: IntLike) -> Int:
+        """Elements until the written operand is aligned."""
+        size = self.sizes[self.written]
+        address = self._step(addresses, self.inner, -1, first)[self.written]
+        return self.k.min((0 - address // size) % self.lanes, last - first)
+
+    def _stream(
+        self, possible: bool, aligned: Any, streaming: Callable[[], None],
+        plain: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """The streaming loop where it is allowed: large outputs, aligned, and beta 0."""
+        if not (possible and self.large):
+            plain()
+            return
+        allowed = self.call.beta.eq(0.0)
+        if aligned is not True:
+            allowed = allowed & aligned
+        with self.k.if_else(allowed) as (yes, no):
+            with yes:
+                streaming()
+            with no:
+                plain()
+
     def _columns(self, addresses: Sequence[IntLike], spot: IntLike, body: Any) -> None:
         """Across rows: the vectors of one element of each row of the block."""
         k, lanes, count = self.k, self.lanes, self.columns
 
-        def at(w: IntLike, mask: Any) -> None:
+        def at(w: IntLike, mask: Any, streaming: bool = False) -> None:
             moved = self._step(addresses, self.outer, -1, w)
-            body(Position(self, moved, w, mask, spot + w))
+            body(Position(self, moved, w, mask, spot + w, 0, streaming))
 
         whole = count - count % lanes
-        if not (isinstance(whole, int) and whole == 0):
+
+        def plain() -> None:
+            if not (isinstance(whole, int) and whole == 0):
+                with k.loop(0, whole, lanes) as w:
+                    at(w, None)
+
+        def streaming() -> None:
             with k.loop(0, whole, lanes) as w:
-                at(w, None)
+                at(w, None, True)
+
+        aligned: Any = True
+        if self.written is not None:
+            vector = lanes * self.sizes[self.written]
+            aligned = (addresses[self.written] % vector).eq(0)
+        self._stream(self.written is not None, aligned, streaming, plain)
         rest = count % lanes
         if not (isinstance(rest, int) and rest == 0):
             with k.if_(k.as_int(rest) > 0):

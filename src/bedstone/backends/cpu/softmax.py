@@ -132,7 +132,7 @@ class Forward(Softmax):
                 value = self._power(position, maximum) * factor
             position.store(self.output, self.out, value)
 
-        rows.walk(body, chunk)
+        rows.walk(body, chunk, written=self.out)
 
 
 class Backward(Softmax):
@@ -154,7 +154,7 @@ class Backward(Softmax):
             value = dy - vm.exp(y) * total if self.algorithm == "log" else y * (dy - total)
             position.store(self.output, self.out, value)
 
-        self.rows.walk(body, chunk)
+        self.rows.walk(body, chunk, written=self.out)
 
 
 def emit(target: Target, problem: SoftmaxProblem) -> KernelBuilder:

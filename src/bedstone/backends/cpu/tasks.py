@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
+
+from llvmlite import ir
 
 from bedstone.backends.cpu.builder import Call, Int, KernelBuilder, itemsize
-from bedstone.backends.cpu.irtypes import I32
+from bedstone.backends.cpu.irtypes import I32, VOID
 from bedstone.backends.cpu.values import Float, IntLike, Mask
 
 TASKS_PER_THREAD = 1
@@ -26,11 +29,10 @@ def each_unit(
     units: int,
     scratch: int = 0,
     large: bool = False,
-    prepare: object = None,
 ) -> Iterator[tuple[IntLike, Int]]:
     """A parallel phase over the units: yields (number of the unit, the thread's scratch).
 
-    `prepare()` emits what each thread does once, before its units.
+    `large`: the operands exceed the caches; stores may be streamed.
     """
     if units == 1:
         tasks: IntLike = 1
@@ -38,8 +40,6 @@ def each_unit(
         wanted = TASKS_PER_THREAD_LARGE if large else TASKS_PER_THREAD
         tasks = k.min(k.max(threads, 1) * wanted, units)
     with k.parallel(tasks, threads, scratch) as job:
-        if callable(prepare):
-            prepare()
         with job.each_task() as task:
             if units == 1:
                 yield 0, job.scratch
@@ -47,6 +47,8 @@ def each_unit(
                 first, last = task * units // tasks, (task + 1) * units // tasks
                 with k.loop(first, last, at_least_once=True) as unit:
                     yield unit, job.scratch
+        if large:
+            flush_streamed(k)
 
 
 def unravel(number: IntLike, dims: Sequence[int]) -> list[IntLike]:
@@ -73,10 +75,19 @@ class Output:
         self.reads = self.beta.ne(0.0)
 
     def store(
-        self, value: Float, address: IntLike, stride: int = 1, mask: Mask | None = None
+        self,
+        value: Float,
+        address: IntLike,
+        stride: int = 1,
+        mask: Mask | None = None,
+        streaming: bool = False,
     ) -> None:
-        """The lanes of `value` at address, address + stride, ... (in elements)."""
+        """The lanes of `value` at address, address + stride, ... (in elements). `streaming`: past
+        the caches; beta is known to be 0, the vector whole, its address a multiple of its size."""
         k = self.k
+        if streaming:
+            store_streaming(k, value * self.alpha, address, self.dtype)
+            return
         reads = self.reads if mask is None else self.reads & mask
         if stride == 1:
             old = k.load(address, self.dtype, self.lanes, mask=reads)
@@ -88,3 +99,17 @@ class Output:
             k.store(value, address, self.dtype, mask=mask)
         else:
             k.scatter(value, address, offsets, self.dtype, mask)
+
+
+def store_streaming(k: KernelBuilder, value: Any, address: IntLike, dtype: str) -> None:
+    """Write a whole vector, at an address that its size divides, past the caches."""
+    raw = k._narrow(value, dtype)
+    size = itemsize(dtype) * value.lanes
+    store = k.ir.store(raw, k.pointer(address, raw.type), align=size)
+    store.set_metadata("nontemporal", k.module.add_metadata([ir.Constant(I32, 1)]))
+
+
+def flush_streamed(k: KernelBuilder) -> None:
+    """Make this thread's streamed stores visible before it reports that it is done."""
+    if k.target.triple.startswith(("x86_64", "amd64")):
+        k.external("llvm.x86.sse.sfence", VOID)
