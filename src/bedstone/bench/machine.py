@@ -41,7 +41,7 @@ class Ceilings:
 
 
 def measure(device_kind: str = "cpu") -> Ceilings:
-    """Measure the device (the CPU: with the threads in force, under a second).
+    """Measure the device (the CPU: with the threads in force, about a second).
 
     A backend that can do so offers `ceilings() -> (flops by dtype, bytes per second)`.
     """
@@ -51,6 +51,12 @@ def measure(device_kind: str = "cpu") -> Ceilings:
         if ceilings and usable and device_kind in registry.device_kinds(backend):
             return Ceilings(*ceilings())  # type: ignore[operator]
     return Ceilings({}, 0.0)
+
+
+def higher(a: Ceilings, b: Ceilings) -> Ceilings:
+    """The higher of two measurements, each by each: disturbances only ever lower one."""
+    rates = {name: max(rate, b.flops.get(name, 0.0)) for name, rate in a.flops.items()}
+    return Ceilings(rates, max(a.bandwidth, b.bandwidth))
 
 
 class OtherLoad:

@@ -23,6 +23,7 @@ KINDS = {
     "select": "how often the chosen convolution algorithm is the best",
     "plot": "draw a CSV again, measuring nothing",
 }
+INTERRUPTED = 130  # the exit code of a command that Ctrl-C ended
 CROWDED = 0.05  # of the CPU's time taken by others: say so beside the results
 EPILOG = """\
 examples:
@@ -140,23 +141,27 @@ def _measure(args: argparse.Namespace, problems: list[tuple[str, bedstone.Proble
     print(f"{handle.device.name}{threads}; {ceilings}")
     print(report.header(problems[0][1].primitive))
     rows: list[Row] = []
-    start, load = time.monotonic(), machine.OtherLoad()
-    for done, (name, problem) in enumerate(problems):
-        _progress(done, len(problems), start)
-        for row in run(name, problem, handle, options, ceilings):
-            rows.append(row)
-            print(report.line(row), flush=True)
-    _progress(len(problems), len(problems), start)
-    notes = sorted({row.note for row in rows if row.note})
-    head = report.environment(handle.device, ceilings)
+    load, code = machine.OtherLoad(), 0
+    try:
+        for name, problem in _with_progress(problems):
+            for row in run(name, problem, handle, options, ceilings):
+                rows.append(row)
+                print(report.line(row), flush=True)
+    except KeyboardInterrupt:  # what was measured is kept
+        code = INTERRUPTED
     others = load.share()
+    # The ceilings are measured twice: what disturbed one measurement may have left the other alone.
+    ceilings = machine.higher(ceilings, machine.measure(handle.device.kind))
+    rows = [report.under(row, ceilings) for row in rows]
+    head = report.environment(handle.device, ceilings)
+    notes = sorted({row.note for row in rows if row.note})
     if others is not None:
         head["other load"] = f"{100 * others:.0f}% of the CPU"
         if others > CROWDED:
             notes.append(f"caution: other processes took {head['other load']} meanwhile")
     _store(args, rows, head)
     print(*notes, *report.summary(rows), sep="\n")
-    return 0
+    return code
 
 
 def _store(args: argparse.Namespace, rows: list[Row], head: dict[str, str]) -> None:
@@ -168,12 +173,22 @@ def _store(args: argparse.Namespace, rows: list[Row], head: dict[str, str]) -> N
         plot.draw(args.csv, args.plot, args.kind)
 
 
-def _progress(done: int, total: int, start: float) -> None:
-    """A bar on stderr, when somebody looks at it."""
+def _with_progress(
+    problems: list[tuple[str, bedstone.Problem]],
+) -> Iterator[tuple[str, bedstone.Problem]]:
+    """The problems, with a bar on stderr when somebody looks at it."""
+    start, total = time.monotonic(), len(problems)
+    for done, problem in enumerate(problems):
+        _progress(done, total, time.monotonic() - start)
+        yield problem
+    _progress(total, total, time.monotonic() - start)
+
+
+def _progress(done: int, total: int, seconds: float) -> None:
     if not sys.stderr.isatty():
         return
     filled = 30 * done // max(total, 1)
-    left = (time.monotonic() - start) / done * (total - done) if done else 0.0
+    left = seconds / done * (total - done) if done else 0.0
     bar = "#" * filled + "." * (30 - filled)
     end = "\r" if done < total else "\n"
     print(f"[{bar}] {done}/{total}, {left:4.0f} s left", end=end, file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -81,6 +82,12 @@ def line(row: Row) -> str:
         return ours + (row.note or "-")
     theirs = row.peer_gflops if convolution else row.gbytes / row.ratio
     return ours + f"{row.peer:7} {row.peer_ms:9.3f} {theirs:8.1f} {row.ratio:6.2f}"
+
+
+def under(row: Row, ceilings: Ceilings) -> Row:
+    """The row with its part of these ceilings."""
+    floor = ceilings.floor(bedstone.parse_problem(row.problem))
+    return replace(row, roofline=floor / (row.ms * 1e-3))
 
 
 def summary(rows: Sequence[Row]) -> list[str]:

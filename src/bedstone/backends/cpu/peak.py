@@ -1,8 +1,13 @@
-"""This machine's ceilings, measured: multiply-adds in registers, and bytes through memory."""
+"""This machine's ceilings, measured: multiply-adds in registers, and bytes through memory.
+
+Each is the best of several short runs: a ceiling is what the machine can do when nothing else
+disturbs it. A run is long against the waking of a thread.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -12,7 +17,8 @@ from bedstone.backends.cpu.kernel import ENTRY, compiled
 from bedstone.backends.cpu.target import Target
 from bedstone.plan.config import config, get_num_threads
 
-ROUNDS = 200_000  # of one multiply-add on every accumulator, per task
+ROUNDS = 1_000_000  # of one multiply-add on every accumulator, per task: about 5 ms
+RUNS = 8
 BLOCK = 1 << 20  # bytes a copy task moves
 COPY_BYTES = 256 << 20  # far beyond the caches
 
@@ -52,11 +58,12 @@ def _emit_copy(target: Target) -> KernelBuilder:
     return k
 
 
-def _best(call: object, rounds: int) -> float:
+def _best(call: Callable[[], None]) -> float:
+    """Seconds of the quickest of RUNS calls."""
     times = []
-    for _ in range(rounds):
+    for _ in range(RUNS):
         start = time.perf_counter()
-        call()  # type: ignore[operator]
+        call()
         times.append(time.perf_counter() - start)
     return min(times)
 
@@ -68,7 +75,7 @@ def flops_per_second(dtype: str = "float32", threads: int | None = None) -> floa
     kernel = compiled(f"peak {dtype}", lambda t: _emit_products(t, dtype), 1)
     memory = np.zeros(4096 * threads // 4 + 4096, np.float32)
     with config(num_threads=threads):
-        seconds = _best(lambda: kernel([memory.ctypes.data]), 5)
+        seconds = _best(lambda: kernel([memory.ctypes.data]))
     lanes = target.vector_bytes // itemsize(dtype)
     return 2.0 * lanes * (target.vector_registers * 3 // 4) * ROUNDS * threads / seconds
 
@@ -78,5 +85,5 @@ def bytes_per_second(threads: int | None = None) -> float:
     source, to = (np.ones(COPY_BYTES // 4, np.float32) for _ in range(2))
     kernel = compiled("peak copy", _emit_copy, 2)
     with config(num_threads=threads or get_num_threads()):
-        seconds = _best(lambda: kernel([source.ctypes.data, to.ctypes.data]), 7)
+        seconds = _best(lambda: kernel([source.ctypes.data, to.ctypes.data]))
     return 2.0 * COPY_BYTES / seconds
