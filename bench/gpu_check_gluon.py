@@ -105,9 +105,10 @@ def check_problems():
             yield problem_of("n9c72h13k136r3p1 layout=NHWC", "forward", dtype, epilogue)
 
 
-def layer_problems(layouts, dtypes):
+def layer_problems(layers, layouts, dtypes):
     """(name, problem) of --measure."""
-    for name, shape in LAYERS.items():
+    for name in layers:
+        shape = LAYERS[name]
         for layout in layouts:
             for dtype in dtypes:
                 for direction in DIRECTIONS:
@@ -119,7 +120,7 @@ def warm(options):
     device = launch.target_device("sm_90")
     problems = list(check_problems()) if options.check else []
     if options.measure:
-        problems += [p for _, p in layer_problems(options.layouts, options.dtypes)]
+        problems += [p for _, p in layer_problems(options.layers, options.layouts, options.dtypes)]
     for problem in problems:
         for algorithm in takers(problem, device):
             algorithm.build(problem, device)
@@ -413,7 +414,9 @@ def check(bench):
 def measure(bench):
     """--measure: a line a problem, cuDNN against every algorithm."""
     rows = []
-    for name, problem in layer_problems(bench.options.layouts, bench.options.dtypes):
+    for name, problem in layer_problems(
+        bench.options.layers, bench.options.layouts, bench.options.dtypes
+    ):
         if bench.late():
             print("out of time before", name, problem)
             break
@@ -542,7 +545,7 @@ def measure_tiles(bench):
         for (tile, modelled, _, _), t in zip(found, seconds):
             rows.append({
                 "layer": name, "direction": problem.direction,
-                "tile": f"{tile.bm}x{tile.bk}x{tile.bc}/{tile.stages}/{tile.consumers}",
+                "tile": tile,
                 "microseconds": round(t * 1e6, 2), "modelled": round(modelled * 1e6, 2),
                 "tflops": round(problem.flops / t / 1e12, 1),
             })  # fmt: skip
@@ -576,6 +579,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--layouts", nargs="*", default=["NHWC"])
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16"])
+    parser.add_argument("--layers", nargs="*", default=list(LAYERS))
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
     if options.warm:

@@ -38,26 +38,24 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(224), gl.constexpr(40)
 
 @gluon.jit
 def image_tile(tile, tiles, columns, box, stride, group, RESIDUES: gl.constexpr):
-    """Tile number -> origin of its patch (n, d, h, w), residues (d, h, w) and column tile. The
-    residues of a patch follow one another: they read the same pixels and write neighbours."""
+    """Tile number -> origin of its patch (n, d, h, w), residues (d, h, w) and column tile. All
+    patches of a residue come before the next residue's: neighbours then take equally long (the
+    other order ran a 1x1 gradient of stride 2 at 134 TFLOP/s instead of 181)."""
     rows = tiles[0] * tiles[1] * tiles[2] * tiles[3]
     if RESIDUES:
         rows *= stride[0] * stride[1] * stride[2]
     row, column = grouped(tile, rows, columns, group)
-    rho = (0, 0, 0)
-    if RESIDUES:
-        rw = row % stride[2]
-        row = row // stride[2]
-        rh = row % stride[1]
-        row = row // stride[1]
-        rho = (row % stride[0], rh, rw)
-        row = row // stride[0]
     w = row % tiles[3]
     row = row // tiles[3]
     h = row % tiles[2]
     row = row // tiles[2]
     d = row % tiles[1]
-    n = row // tiles[1]
+    row = row // tiles[1]
+    n = row % tiles[0]
+    rho = (0, 0, 0)
+    if RESIDUES:
+        left = row // tiles[0]
+        rho = (left // (stride[2] * stride[1]), left // stride[2] % stride[1], left % stride[2])
     return (n * box[0], d * box[1], h * box[2], w * box[3]), rho, column
 
 

@@ -1,0 +1,193 @@
+"""The Gluon convolutions without a GPU: what is taken, how it is cut, what the compiler made."""
+
+import itertools
+
+import pytest
+
+pytest.importorskip("triton")
+
+from bedstone.backends.gluon.convolution import ALGORITHMS, filter_gradient, halo, patches, tiles
+from bedstone.backends.gluon.convolution import implicit_gemm_ws as ws
+from bedstone.backends.triton import compile, launch, runtime
+from bedstone.backends.triton.convolution.geometry import Axis
+from bedstone.plan import config
+from bedstone.spec.problem import parse_problem
+
+pytestmark = pytest.mark.skipif(runtime.interpreting(), reason="TRITON_INTERPRET is set")
+
+DEVICE = launch.target_device("sm_90")
+BY_NAME = {algorithm.name.removeprefix("gluon:"): algorithm for algorithm in ALGORITHMS}
+WGMMA, TMA = r"wgmma\.mma_async", r"cp\.async\.bulk\.tensor"
+SPILL_LIMIT = 128  # bytes a thread; what there is lies outside the main loops
+
+
+@pytest.fixture(autouse=True)
+def no_cache():
+    with config.config(cache_dir=""):
+        yield
+
+
+def problem(line):
+    return parse_problem(f"convolution {line}")
+
+
+def reports(algorithm, line):
+    """(kernel name, what the assembler says) of every launch."""
+    kernel = BY_NAME[algorithm].build(problem(line), DEVICE)
+    return [
+        (made.source.name, compile.inspect(made.source, "sm_90", made.binary))
+        for made in launch.launches_of(kernel)
+    ]
+
+
+@pytest.mark.parametrize(
+    "algorithm, line",
+    [
+        ("implicit_gemm_ws", "forward n64c128h28k128r3p1 bfloat16 layout=NHWC"),
+        ("implicit_gemm_ws", "forward n64c128h28k128r3p1 float16 layout=NHWC bias activation=relu"),
+        ("implicit_gemm_ws", "backward_data n64c128h28k128r3p1 float16 layout=NHWC"),
+        ("implicit_gemm_ws", "backward_data n64c128h28k128r3p1u2 bfloat16 layout=NHWC"),
+        ("implicit_gemm_ws", "backward_data n8c64h17k64r5p2u3 bfloat16 layout=NHWC"),
+        ("implicit_gemm_ws", "forward n64c64h14k64r3p1l2 float16 layout=NHWC"),
+        ("implicit_gemm_ws", "forward n4c64d8h9k64t3p1 float16 layout=NHWC"),
+        ("implicit_gemm_ws", "forward n64c128h28k128r3p1 float32 layout=NHWC math=tf32"),
+        ("implicit_gemm_ws", "backward_filter n64c128h28k128r3p1 bfloat16 layout=NHWC"),
+        ("implicit_gemm_ws_split", "backward_filter n64c128h28k128r3p1 bfloat16 layout=NHWC"),
+        ("implicit_gemm_halo", "backward_filter n64c128h28k128r3p1 float16 layout=NHWC"),
+        ("implicit_gemm_halo", "backward_filter n64c128h7k128r3p1 bfloat16 layout=NHWC"),
+    ],
+)
+def test_the_main_kernel_uses_the_matrix_and_copy_units_and_does_not_spill(algorithm, line):
+    main = reports(algorithm, line)[0][1]
+    assert main.count(WGMMA) >= 2 and main.count(TMA) >= 2
+    assert main.spilled_bytes <= SPILL_LIMIT
+    assert not main.warnings  # wgmma serialised by the assembler
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward_data"])
+@pytest.mark.parametrize("filters, limit", [(64, 0), (128, SPILL_LIMIT)])
+def test_float32_from_float16_products_keeps_its_main_loop_in_registers(direction, filters, limit):
+    line = f"{direction} n64c{filters}h28k{filters}r3p1 float32 layout=NHWC"
+    found = dict(reports("implicit_gemm_f16x3", line))
+    fast = found["convolution_image_f16x3_kernel"]
+    assert fast.count(r"wgmma\.mma_async[^\n]*f16\.f16") == 24  # 3 products x 4 x 2 consumers
+    assert fast.spilled_bytes <= limit and not fast.warnings
+    assert (
+        "convolution_split_filter_kernel" in found and "convolution_image_careful_kernel" in found
+    )
+
+
+def test_channels_first_goes_by_way_of_copies():
+    names = [
+        n for n, _ in reports("implicit_gemm_transformed", "forward n64c128h28k128r3p1 float16")
+    ]
+    assert names.count("convolution_transform_kernel") == 4  # x, w, y in for beta, y out
+    assert "convolution_image_ws_kernel" in names
+
+
+def test_one_binary_serves_patches_of_every_shape():
+    sources = set()
+    for line in ("n64c128h28k128r3p1", "n256c128h7k128r3p1"):
+        found = problem(f"forward {line} bfloat16 layout=NHWC")
+        tile = tiles.IMAGE_HALF[0]
+        view = ws.image_view(found)
+        patch = patches.choose_patch(view.geo.images, view.geo.axes, tile.bm, False)
+        kernel = ws.image_launch(found, DEVICE, ws.ImageChoice(tile, patch, 0.0))
+        sources.add((patch.box, launch.launches_of(kernel)[0].source.key("sm_90")))
+    assert len({box for box, _ in sources}) == 2 and len({key for _, key in sources}) == 1
+
+
+@pytest.mark.parametrize(
+    "algorithm, line, reason",
+    [
+        ("implicit_gemm_ws", "forward n1c3h9k8r3 float16 layout=NHWC", "multiple of 8"),
+        ("implicit_gemm_ws", "forward n1c64h9k64r3 float16", "TMA wants them adjacent"),
+        ("implicit_gemm_ws", "forward n1c64h9k64r3 float32 layout=NHWC", "tf32"),
+        ("implicit_gemm_ws", "backward_data n1c64h9k64r3u2l2 float16 layout=NHWC", "dilation"),
+        ("implicit_gemm_ws", "forward n1c64h9k64r1g8 float16 layout=NHWC", "too narrow"),
+        ("implicit_gemm_ws", "forward n1c64h9k64r3 float64 layout=NHWC", "float64"),
+        ("implicit_gemm_ws", "forward n0c64h9k64r3 float16 layout=NHWC", "size 0"),
+        ("implicit_gemm_halo", "backward_filter n8c64h9k64r5 float16 layout=NHWC", "3 wide"),
+        (
+            "implicit_gemm_halo",
+            "backward_filter n8c64h9k64r3u2 float16 layout=NHWC",
+            "unit strides",
+        ),
+        ("implicit_gemm_f16x3", "forward n1c64h9k64r3 float32 layout=NHWC math=tf32", "ieee"),
+        ("implicit_gemm_f16x3", "forward n1c6h9k64r3 float32 layout=NHWC", "multiple of 4"),
+        ("implicit_gemm_transformed", "forward n1c64h9k64r3 float16 layout=NHWC", "already"),
+    ],
+)
+def test_refusals_say_why(algorithm, line, reason):
+    assert reason in BY_NAME[algorithm].supports(problem(line), DEVICE)
+
+
+def test_other_chips_are_refused():
+    found = problem("forward n1c64h9k64r3 float16 layout=NHWC")
+    for algorithm in ALGORITHMS:
+        assert "sm_90" in algorithm.supports(found, launch.target_device("sm_80"))
+
+
+def naive_taps(axis, span, backward):
+    """Taps of all tiles that meet the tensor, one pixel and tap at a time."""
+    total, u = 0, axis.u
+    length = -(-axis.size // u) if backward else axis.out
+    for rho in range(u if backward else 1):
+        for o in range(0, -(-length // span) * span, span):
+            for r in range(axis.taps):
+                hit = False
+                for i in range(o, o + span):
+                    if backward:
+                        at = i * u + rho + axis.pad - r * axis.dil
+                        hit |= at % u == 0 and 0 <= at // u < axis.out
+                    else:
+                        hit |= 0 <= i * u + r * axis.dil - axis.pad < axis.size
+                total += hit
+    return total
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_taps_counted_are_those_that_meet_the_tensor(backward):
+    for size, taps, pad, u, dil in itertools.product(
+        (5, 8, 13), (1, 3, 5), (0, 1, 2), (1, 2, 3), (1, 2)
+    ):
+        out = (size + 2 * pad - (taps - 1) * dil - 1) // u + 1
+        if out < 1 or (backward and u > 1 and dil > 1):
+            continue
+        axis = Axis(size, taps, out, pad, u, dil)
+        for span in (1, 2, 8):
+            counted, naive = (
+                patches.count_taps(axis, span, backward)[1],
+                naive_taps(axis, span, backward),
+            )
+            # A span may hold tensor rows between those that a stride or dilation steps on.
+            assert counted >= naive if u > 1 and not backward else counted == naive, axis
+
+
+@pytest.mark.parametrize("size", [7, 14, 28, 56, 13])
+def test_a_patch_has_the_tile_s_pixels_and_covers_the_output(size):
+    for bm in (64, 128, 256):
+        axes = (Axis(), Axis(size, 3, size, 1), Axis(size, 3, size, 1))
+        found = patches.choose_patch(32, axes, bm, False)
+        n, d, h, w = found.box
+        assert n * d * h * w == bm
+        assert all(b * t >= o for b, t, o in zip(found.box, found.tiles, (32, 1, size, size)))
+
+
+def test_equal_cuts_are_preferred_where_they_nearly_fill_the_chip():
+    assert filter_gradient.runs_for(9, 1000, 132) == 126
+    assert filter_gradient.runs_for(72, 1000, 132) == 132
+    assert filter_gradient.runs_for(4, 3, 132) == 12
+
+
+@pytest.mark.parametrize("out, width", [(28, 14), (7, 8), (12, 12), (11, 12), (56, 14)])
+def test_halo_widths(out, width):
+    assert halo.choose_width(out) == width
+
+
+def test_workspace_is_asked_for_only_where_it_is_used():
+    found = problem("backward_filter n64c128h28k128r3p1 bfloat16 layout=NHWC")
+    assert BY_NAME["implicit_gemm_ws"].workspace(found, DEVICE) == 0
+    work = BY_NAME["implicit_gemm_ws_split"].work(found, DEVICE)
+    assert work.workspace == (work.programs + work.tiles) * work.rows * work.columns * 4
+    assert BY_NAME["implicit_gemm_ws_split"].workspace(found, DEVICE) == work.workspace
