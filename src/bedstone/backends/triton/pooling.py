@@ -22,7 +22,8 @@ from bedstone.spec.problem import Problem
 from bedstone.spec.tensor import TensorDesc
 
 WARPS = 4
-STRIP = 1024  # elements of a program's strip: 8 a thread
+STRIP_LAST = 1024  # elements of a program's strip where channels are innermost: 8 a thread
+STRIP = 256  # elsewhere: elements are loaded one by one, and many programs hide the wait
 UNROLL = 4  # taps, or windows, an axis
 INDEX = DType.int64
 AnyPooling = PoolingProblem | AdaptivePoolingProblem
@@ -100,7 +101,7 @@ class Grid:
         self.last = desc.strides[1] == 1 and desc.rank > 2 and c > 1
         if self.last:
             self.bb = min(128, power_of_two(c))
-            self.ba = min(power_of_two(columns), max(1, STRIP // self.bb))
+            self.ba = min(power_of_two(columns), max(1, STRIP_LAST // self.bb))
             strips = n * -(-columns // self.ba) * -(-c // self.bb)
         else:
             self.bb = min(128, power_of_two(columns))

@@ -22,7 +22,7 @@ from bedstone.spec.softmax import SoftmaxProblem
 from bedstone.spec.tensor import TensorDesc
 
 ELEMENTS = 16  # a thread: 64 bytes of float32 in flight, and registers for many programs
-ONE_TILE = 8192  # elements of a row that registers hold: 16 a thread of 512
+ONE_TILE = 16384  # elements of a row that registers hold: 32 a thread of 512
 TILE = 2048  # elements of a program's tile of short rows: 16 a thread of 128
 COLUMNS = 64  # rows side by side where the normalised axis is not the innermost one
 

@@ -20,10 +20,10 @@ from bedstone.plan.device import Device
 from bedstone.spec.convolution import BiasGradientProblem
 from bedstone.spec.problem import Problem
 
-TILE = 4096  # elements a program adds at a time
+TILE = 8192  # elements a program adds at a time
 CHANNELS = 64  # channels of a tile, where they are innermost
 SECTOR = 32  # bytes that memory moves at least: the narrowest tile worth taking
-PROGRAMS = 8  # programs a multiprocessor
+PROGRAMS = 4  # programs a multiprocessor
 SUM_BLOCK = 256
 WARPS = 4
 

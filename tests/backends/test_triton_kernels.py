@@ -1,0 +1,85 @@
+"""Every Triton algorithm against the float64 reference on tiny problems, on a CUDA device or in
+Triton's interpreter (TRITON_INTERPRET=1; `test_triton_interpreter.py` sets it)."""
+
+import pytest
+
+pytest.importorskip("triton")
+from bedstone.backends import triton as backend
+from bedstone.plan import registry
+from bedstone.plan.handle import Handle
+from bedstone.spec.problem import parse_problem
+from bedstone.testing.harness import Case, run_case
+
+pytestmark = pytest.mark.skipif(
+    backend.missing() is not None, reason=f"{backend.missing()}; not in the interpreter"
+)
+
+GEMM, SPLIT, DEPTHWISE = (
+    f"triton:{name}" for name in ("implicit_gemm", "implicit_gemm_split", "direct_depthwise")
+)
+PROBLEMS = [
+    (GEMM, "convolution forward n2c3h7w6k4r3s3p1 float32"),
+    (GEMM, "convolution forward n1c40h5w6k5r3s2ph1_0u2 bfloat16 layout=NHWC"),
+    (GEMM, "convolution forward n2c3h7w6k4r3s3p1 float32 layout=NHWC bias activation=tanh"),
+    (GEMM, "convolution forward n1c6h9w8k4r2s3p1u4l2g2 float16 mode=convolution"),
+    (GEMM, "convolution forward n1c4d4h5w4k6t2r3s3p1 float64 layout=NHWC"),
+    (GEMM, "convolution forward n1c33h4w5k34r3s1 float32"),
+    (GEMM, "convolution forward n2c4w9k6s3p1 float32"),
+    (GEMM, "convolution forward n2c5h4w5k6r3s3p1 float32 x=200,40,9,1 y=300,1,70,11"),
+    (GEMM, "convolution backward_data n2c5h7w6k34r3s3p1u2 float32 layout=NHWC"),
+    (GEMM, "convolution backward_data n1c6h9w8k4r2s3p1u4l2g2 float64"),
+    (GEMM, "convolution backward_data n1c4h2w2k6r1s1u5 float32"),
+    (GEMM, "convolution backward_data n1c4d4h5w4k6t2r3s3p1u2 float32"),
+    (GEMM, "convolution backward_filter n2c36h7w6k34r3s2p1u2 float32 layout=NHWC"),
+    (GEMM, "convolution backward_filter n1c6h9w8k4r2s3p1u4l2g2 float64 mode=convolution"),
+    (GEMM, "convolution backward_filter n0c4h5w4k6r3s3p1 float32"),
+    (SPLIT, "convolution forward n1c200h3k5r3p1 float32 layout=NHWC bias activation=relu"),
+    (SPLIT, "convolution backward_data n1c7h6k130r3p1u2 float32"),
+    (SPLIT, "convolution backward_filter n1c4h40k5r1 float32"),
+    (DEPTHWISE, "convolution forward n2c5h9w7k5r3s3p1g5 float32"),
+    (DEPTHWISE, "convolution forward n1c6h9w8k6r2s3ph1_0pw0_2uh2uw1lh1lw2g6 float64 layout=NHWC"),
+    (DEPTHWISE, "convolution backward_data n2c3h8w9k3r3s5p2u2g3 float32 layout=NHWC"),
+    (DEPTHWISE, "convolution backward_data n1c4w9k4s3p1g4 float16"),
+    (DEPTHWISE, "convolution backward_filter n2c5h9w7k5r3s3p1g5 float32"),
+    (DEPTHWISE, "convolution backward_filter n3c2h7w7k2r3s3p1lh2u3g2 float64 layout=NHWC"),
+    ("triton:reduce_bias", "convolution backward_bias 2x5x3x4 float32 y=NHWC"),
+    ("triton:reduce_bias_split", "convolution backward_bias 2x5x80x80 float32"),
+    ("triton:pointwise", "activation forward 2x3x5x7 float32 kind=gelu x=NHWC"),
+    ("triton:pointwise", "activation backward 2x3x5x7 float64 kind=elu"),
+    ("triton:pointwise", "tensor_ops transform 2x70x5x7 bfloat16 from=float32 x=NHWC y=NCHW"),
+    ("triton:pointwise", "tensor_ops add 2x3x4x5 float32 b=1x3x1x1"),
+    ("triton:pointwise", "tensor_ops set 2x3x4x5 float32 y=NHWC"),
+    ("triton:pointwise", "tensor_ops scale 2x3x4 float64"),
+    ("triton:direct", "pooling forward n2c3h7w6r3p1u2 float32 mode=max with_indices"),
+    ("triton:direct", "pooling forward n1c5h5w4r3u2 float32 mode=average_include_padding "
+                      "rounding=ceil layout=NHWC"),
+    ("triton:direct", "pooling backward n2c3h7w6r3p1u2 float32 mode=average_exclude_padding"),
+    ("triton:direct", "pooling backward n1c3h6w5r3p1u2 float32 mode=max"),
+    ("triton:two_pass", "pooling backward n1c3h6w5r3p1u2 float32 mode=max layout=NHWC"),
+    ("triton:direct", "pooling adaptive_backward n2c3h7w6 float32 output=3x4"),
+    ("triton:online", "softmax forward 3x5x4x2 float32 axes=1 layout=NHWC"),
+    ("triton:online", "softmax forward 2x17000 float32 axes=1 algorithm=log"),
+    ("triton:online", "softmax backward 2x3x4x2 float64 axes=0,2 algorithm=accurate"),
+]  # fmt: skip
+# (fill, alpha, beta, placement), as the conformance suite has them but fewer.
+RUNS = [("random", -0.5, 1.0, "middle"), ("special", 1.0, 0.0, "end")]
+
+
+@pytest.fixture(scope="module")
+def handle():
+    return Handle("cuda")
+
+
+@pytest.mark.parametrize(("algorithm", "line"), PROBLEMS)
+def test_equals_the_reference(handle, algorithm, line):
+    problem = parse_problem(line)
+    for fill, alpha, beta, placement in RUNS:
+        ran = run_case(Case(problem, algorithm, fill, alpha, beta, placement), handle)
+        assert ran in (algorithm, "plan:nothing")
+
+
+def test_every_algorithm_is_among_them():
+    named = {(algorithm, line.split()[0]) for algorithm, line in PROBLEMS}
+    for primitive in {line.split()[0] for _, line in PROBLEMS}:
+        for algorithm in registry.algorithms_of("triton", primitive):
+            assert (algorithm.name, primitive) in named
