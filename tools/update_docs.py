@@ -1,0 +1,89 @@
+"""Write what documents take from the code: tables and docstrings between markers.
+
+    python tools/update_docs.py            rewrites README.md and docs/
+    python tools/update_docs.py --check    exit code 1 if something is out of date
+
+A marked part lies between `<!-- begin NAME -->` and `<!-- end NAME -->`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import bedstone
+from bedstone import functional
+from bedstone.cli import support_table
+from bedstone.plan.config import SETTINGS
+
+ROOT = Path(__file__).parent.parent
+
+
+def settings_table() -> str:
+    """The settings: keyword, environment variable, meaning."""
+    rows = [f"| `{s.name}` | `{s.variable}` | {s.meaning} |" for s in SETTINGS]
+    return "\n".join(["| keyword | environment | meaning |", "|---|---|---|", *rows])
+
+
+def functional_reference() -> str:
+    """Signature and docstring of every function that takes arrays."""
+    parts = []
+    for name in bedstone.__all__:
+        function = getattr(bedstone, name)
+        if inspect.isfunction(function) and function.__module__ == functional.__name__:
+            text = f"{name}{_signature(function)}\n\n{inspect.getdoc(function)}"
+            parts.append(f"### {name}\n\n```text\n{text}\n```")
+    return "\n\n".join(parts)
+
+
+def _signature(function: object) -> str:
+    """Names and defaults, without annotations: the docstring says what they are."""
+    words = []
+    starred = False
+    for p in inspect.signature(function).parameters.values():  # type: ignore[arg-type]
+        if p.kind is p.KEYWORD_ONLY and not starred:
+            words.append("*")
+            starred = True
+        words.append(p.name if p.default is p.empty else f"{p.name}={p.default!r}")
+    return f"({', '.join(words)})"
+
+
+# (document, marker) -> what stands there
+PARTS = {
+    ("README.md", "algorithms"): support_table,
+    ("docs/planning.md", "settings"): settings_table,
+    ("docs/reference.md", "functional"): functional_reference,
+}
+
+
+def updated(text: str, marker: str, content: str) -> str:
+    """The document with the marked part replaced."""
+    begin, end = f"<!-- begin {marker} -->", f"<!-- end {marker} -->"
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    if not pattern.search(text):
+        raise SystemExit(f"no markers {begin} ... {end}")
+    return pattern.sub(lambda _: f"{begin}\n{content}\n{end}", text)
+
+
+def stale(write: bool) -> list[str]:
+    """Documents that were out of date (and now are not, if `write`)."""
+    found = []
+    for (document, marker), content in PARTS.items():
+        path = ROOT / document
+        old = path.read_text(encoding="utf-8")
+        new = updated(old, marker, content())
+        if new != old:
+            found.append(document)
+            if write:
+                path.write_text(new, encoding="utf-8")
+    return found
+
+
+if __name__ == "__main__":
+    check = "--check" in sys.argv[1:]
+    documents = stale(write=not check)
+    for document in documents:
+        print(f"{document}: {'out of date' if check else 'updated'}")
+    sys.exit(1 if check and documents else 0)
