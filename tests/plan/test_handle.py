@@ -110,3 +110,19 @@ def test_devices():
     for text in ("tpu", "cuda:x", "cpu:1", ""):
         with pytest.raises(InvalidDescriptor, match="device"):
             Handle(text)
+
+
+def test_a_forced_setting_steers_only_primitives_that_have_it() -> None:
+    import bedstone
+
+    convolution = bedstone.parse_problem("convolution forward n1c2h4k2r1 float32")
+    softmax = bedstone.parse_problem("softmax forward 2x3 float32 axes=1")
+    handle = bedstone.Handle()
+    with bedstone.config(algorithm="cpu:implicit_gemm"):
+        assert handle.plan(convolution).algorithm == "cpu:implicit_gemm"
+        assert handle.plan(softmax).algorithm != "cpu:implicit_gemm"
+    with (
+        bedstone.config(algorithm="cpu:nonsense"),
+        pytest.raises(bedstone.InvalidDescriptor, match="cpu:nonsense"),
+    ):
+        handle.plan(softmax)

@@ -46,6 +46,9 @@ class Handle:
         """
         settings = config.current()
         forced = algorithm or settings.algorithm or None
+        if forced and not algorithm and not select.names_of(problem.primitive, self.device, forced):
+            # A setting holds for every primitive: it steers those that have such an algorithm.
+            forced = None if select.names_anywhere(self.device, forced) else forced
         key = (problem, forced, workspace_limit, find, settings.choice_key)
         plan = self._plans.get(key)
         if plan is not None:

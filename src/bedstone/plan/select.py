@@ -10,7 +10,7 @@ from bedstone.plan import registry
 from bedstone.plan.algorithm import Algorithm
 from bedstone.plan.device import Device
 from bedstone.spec.errors import InvalidDescriptor, NotSupported
-from bedstone.spec.problem import Problem
+from bedstone.spec.problem import PRIMITIVES, Problem
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def survey(
     accepted: list[Algorithm] = []
     reasons: dict[str, str] = dict(registry.unavailable(device))
     asked = registry.candidates(problem.primitive, device)
-    if forced and not fnmatch.filter([a.name for a in asked], forced):
+    if forced and not names_of(problem.primitive, device, forced):
         known = tuple(a.name for a in asked)
         raise InvalidDescriptor("algorithm", forced, f"one of {known} for {problem.primitive}")
     for algorithm in asked:
@@ -50,6 +50,16 @@ def survey(
         else:
             reasons[algorithm.name] = reason
     return Candidates(tuple(accepted), reasons)
+
+
+def names_of(primitive: str, device: Device, pattern: str) -> list[str]:
+    """Names of the primitive's algorithms that match a name or pattern."""
+    return fnmatch.filter([a.name for a in registry.candidates(primitive, device)], pattern)
+
+
+def names_anywhere(device: Device, pattern: str) -> bool:
+    """True if some primitive has an algorithm of that name."""
+    return any(names_of(primitive, device, pattern) for primitive in PRIMITIVES)
 
 
 def _declines(
