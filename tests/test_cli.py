@@ -30,7 +30,16 @@ def test_explain_takes_a_shape_word(capsys: pytest.CaptureFixture[str]) -> None:
         ["explain", "convolution sideways n1c3h4k3r1 float32"],
         ["explain", "n1c8h8k8r3p1", "--algorithm", "cpu:nothing"],
         ["explain", "n1c8h8k8r3p1", "--device", "tpu"],
+        ["explain", ""],
+        ["explain", "n1c8h8k8r3p1", "--workspace", "-4"],
         ["bench", "conv", "--suite", "nowhere"],
+        ["bench", "conv", "--suite", "/dev/null"],
+        ["bench", "conv", "--dtype", "int9", "--limit", "1"],
+        ["bench", "conv", "--threads", "0", "--limit", "1"],
+        ["bench", "conv", "--directions", "sideways"],
+        ["bench", "conv", "--batch", "0"],
+        ["bench", "pool", "--batch", "3"],
+        ["bench", "plot", "--csv", "nowhere.csv", "--plot", "x.png"],
         ["bench", "conv", "--peer", "nobody", "--limit", "1"],
         ["bench", "conv", "--plot", "x.png"],
     ],
@@ -44,12 +53,20 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert "Traceback" not in captured.err
 
 
-@pytest.mark.parametrize("words", [["--help"], ["bench", "--help"], ["explain", "--help"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["bench", "--help"], ["explain", "--help"], ["fuzz", "--help"]]
+)
 def test_help_shows_examples(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(words)
     assert stop.value.code == 0
     assert len(capsys.readouterr().out) > 300
+
+
+def test_fuzz_repeats_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    problem = "convolution forward n1c2h5k3r2 float32"
+    assert cli.main(["fuzz", "--problem", problem, "--algorithm", "cpu:implicit_gemm"]) == 0
+    assert "passes" in capsys.readouterr().out
 
 
 def test_a_closed_pipe_is_no_error() -> None:

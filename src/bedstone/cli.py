@@ -18,7 +18,7 @@ from pathlib import Path
 
 import bedstone
 from bedstone.plan import cache, registry
-from bedstone.plan.config import config, current, settings_table
+from bedstone.plan.config import current, settings_table
 from bedstone.plan.device import cpu_device
 from bedstone.spec.problem import PRIMITIVES
 
@@ -45,7 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code (2 for a caller's mistake)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser(words[0] if words else "")
-    args = parser.parse_args(words)
+    if words[:1] == ["fuzz"]:  # it has a parser, and a help, of its own
+        args = argparse.Namespace(command="fuzz", run=_fuzz, rest=words[1:])
+    else:
+        args = parser.parse_args(words)
     try:
         return args.run(args)
     except (bedstone.BedstoneError, FileNotFoundError) as error:
@@ -90,8 +93,7 @@ def _parser(wanted: str) -> argparse.ArgumentParser:
     explain.add_argument("--algorithm", help="force this one, such as cpu:implicit_gemm")
     explain.add_argument("--find", action="store_true", help="measure instead of estimating")
     explain.add_argument("--device", default="cpu", help="cpu (default), cuda or cuda:N")
-    fuzz = add("fuzz", "random problems against the float64 reference", _fuzz)
-    fuzz.add_argument("rest", nargs=argparse.REMAINDER, help="see bedstone fuzz -- --help")
+    add("fuzz", "random problems against the float64 reference", _fuzz)
     store = add("cache", "show or clear compiled kernels and measurements", _cache)
     store.add_argument("action", choices=("show", "clear"), nargs="?", default="show")
     for name, (module, text) in ELSEWHERE.items():
@@ -123,7 +125,7 @@ l dilation (pd ph pw, ... for one axis; p1_2 for low and high side), g groups. h
 
 def _explain(args: argparse.Namespace) -> int:
     line = " ".join(args.problem)
-    if line.split()[0] not in PRIMITIVES:
+    if not line.startswith(tuple(f"{name} " for name in PRIMITIVES)):
         line = f"convolution forward {line}"
     problem = bedstone.parse_problem(line)
     plan = bedstone.Handle(args.device).plan(problem, args.algorithm, args.workspace, args.find)
@@ -191,9 +193,7 @@ def _cache(args: argparse.Namespace) -> int:
 def _fuzz(args: argparse.Namespace) -> int:
     from bedstone.testing import fuzz
 
-    rest = args.rest[1:] if args.rest[:1] == ["--"] else args.rest
-    with config():
-        return int(fuzz.main(rest) or 0)
+    return int(fuzz.main(args.rest) or 0)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from bedstone.bench.driver import Options, Row, run
 from bedstone.bench.peers import PEERS
 
 DIRECTIONS = ("forward", "backward_data", "backward_filter")
+DTYPES = ("float32", "float64", "float16", "bfloat16")
 KINDS = {
     "conv": "convolutions (default suite: paper)",
     "pool": "pooling",
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--suite", default="", help="joined by commas; files of your own, or of "
         + ", ".join(suites.names()))  # fmt: skip
     add("--directions", default="forward", help=f"of {', '.join(DIRECTIONS)}, or all")
-    add("--dtype", default="float32", help="float32, float64, float16, bfloat16")
+    add("--dtype", default="float32", help=f"one of {', '.join(DTYPES)}")
     add("--layout", default="nchw,nhwc", help="nchw, nhwc or both (default)")
     add("--peer", default="", help=f"joined by commas: {', '.join(PEERS)}")
     add("--threads", type=int, help="CPU threads (default: the settings')")
@@ -83,6 +84,11 @@ def main(args: argparse.Namespace) -> int:
             raise bedstone.InvalidDescriptor("--plot", None, "the picture's file")
         plot.draw(args.csv, args.plot, args.kind)
         return 0
+    for name in ("batch", "limit", "threads"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise bedstone.InvalidDescriptor(f"--{name}", value, "1 or more")
+    _words("--dtype", args.dtype, DTYPES)
     settings = {} if args.threads is None else {"num_threads": args.threads}
     with bedstone.config(**settings):
         timing.keep_freed_memory()
@@ -91,6 +97,8 @@ def main(args: argparse.Namespace) -> int:
                 print(f"{what:34} {value:10.2f} {unit}")
             return 0
         problems = list(_problems(args))
+        if not problems:
+            raise bedstone.InvalidDescriptor("--suite", args.suite, "a file with problems")
         if args.what == "select":
             return select_check.main(problems, args.device, _bytes(args.workspace))
         return _measure(args, problems)
@@ -114,10 +122,6 @@ def _problems(args: argparse.Namespace) -> Iterator[tuple[str, bedstone.Problem]
     directions = DIRECTIONS if all_directions else _words(
         "--directions", args.directions, DIRECTIONS)  # fmt: skip
     layouts = _words("--layout", args.layout, ("nchw", "nhwc"))
-    for name in ("batch", "limit"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise bedstone.InvalidDescriptor(f"--{name}", value, "1 or more")
     for suite in (args.suite or ("paper" if convolution else args.what)).split(","):
         entries = suites.read(suite)[: args.limit]
         if convolution:
@@ -144,9 +148,12 @@ def _measure(args: argparse.Namespace, problems: list[tuple[str, bedstone.Proble
     load, code = machine.OtherLoad(), 0
     try:
         for name, problem in _with_progress(problems):
-            for row in run(name, problem, handle, options, ceilings):
-                rows.append(row)
-                print(report.line(row), flush=True)
+            try:
+                for row in run(name, problem, handle, options, ceilings):
+                    rows.append(row)
+                    print(report.line(row), flush=True)
+            except bedstone.NotSupported as error:
+                print(f"{name[:28]:28} {problem.direction:16} {error}", flush=True)
     except KeyboardInterrupt:  # what was measured is kept
         code = INTERRUPTED
     others = load.share()
