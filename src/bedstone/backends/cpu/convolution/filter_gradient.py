@@ -43,6 +43,7 @@ from bedstone.backends.cpu.values import Float, Int, IntLike, Mask
 from bedstone.spec.convolution import ConvolutionProblem
 
 FINISH = "finish"
+BLOCK_ROWS_LEAST = 256  # fewer (tap, channel) pairs make packing dy weigh, even beyond the cache
 BLOCK_FILTERS = 256  # outer channels of a task's block of dw, at most
 L2_SHARE = 0.75  # of the second-level cache for a task's patches, piece of dy and sums
 TASK_BYTES_MAX = 1280 * KIB
@@ -101,7 +102,7 @@ def blocking(g: Geometry, dtype: str, sum_dtype: str, target: Target) -> Blockin
     filter_chunk, filter_chunks = even_pieces(g.outer.size, BLOCK_FILTERS)
     # As many (tap, channel) pairs as fit: each pass over them packs all of dy once more.
     room = min(int(target.l2_bytes * L2_SHARE), TASK_BYTES_MAX) // itemsize(sum_dtype)
-    most = max(lanes, (room - filter_chunk * DEPTH) // (DEPTH + filter_chunk))
+    most = max(BLOCK_ROWS_LEAST, (room - filter_chunk * DEPTH) // (DEPTH + filter_chunk))
     channel_major = lanes_are_pixels and g.pixels < FEW_PIXELS and taps_then_channels(g, item)
     channel_major = channel_major and g.taps <= most
     channel_chunk, channel_chunks = even_pieces(
