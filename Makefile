@@ -16,8 +16,8 @@ test: $(VENV)/.test lint
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu and not slow"
 
 lint: $(VENV)/.test
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests tools
+	$(BIN)/ruff format --check src tests tools
 	$(BIN)/mypy
 
 bench: $(VENV)/.test
