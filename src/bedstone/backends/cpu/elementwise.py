@@ -221,7 +221,7 @@ class _Map:
         """Find the unit's corner and run its loops."""
         k, dims = self.k, self.nest.dims
         addresses: list[IntLike] = [
-            k.constant(0, "int64") if s.address is None else s.address + o * size
+            k.as_int(o) if s.address is None else s.address + o * size
             for s, o, size in zip(self.streams, self.nest.offsets, self.sizes)
         ]
         bounds = [(0, d) for d in dims]

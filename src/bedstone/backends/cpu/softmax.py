@@ -15,7 +15,8 @@ from bedstone.backends.cpu import vectormath as vm
 from bedstone.backends.cpu.builder import KernelBuilder
 from bedstone.backends.cpu.elementwise import PointwiseAlgorithm, Stream
 from bedstone.backends.cpu.kernel import ENTRY
-from bedstone.backends.cpu.rows import Accumulator, PerRow, Position, RowKernel, Rows
+from bedstone.backends.cpu.row_kernel import RowKernel
+from bedstone.backends.cpu.rows import Accumulator, PerRow, Position, Rows
 from bedstone.backends.cpu.target import Target
 from bedstone.backends.cpu.tasks import Output
 from bedstone.backends.cpu.values import Float, IntLike
