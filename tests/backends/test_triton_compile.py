@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("triton")
 from bedstone.backends.triton import (
     activation,
+    ahead,
     compile,
     convolution,
     launch,
@@ -188,3 +189,12 @@ def test_accumulators_are_written_out():
     assert launch.accumulator(DType.bfloat16) == tl.float32
     assert launch.accumulator(DType.float64) == tl.float64
     assert re.fullmatch("fp32|fp64", launch.factors(DType.float16)["alpha"].type)
+
+
+def test_compiling_ahead_fills_the_cache(tmp_path, capsys):
+    line = "softmax forward 64x100 float32 axes=1"
+    with config(cache_dir=str(tmp_path)):
+        assert ahead.main(["--architecture", "sm_90", line]) == 0
+        assert len(list((tmp_path / "triton").iterdir())) == 1
+        assert ahead.main(["--architecture", "sm_90", "dropout forward 4x4 float32 ratio=0.5"]) == 1
+    assert "triton:online softmax_forward_kernel" in capsys.readouterr().out

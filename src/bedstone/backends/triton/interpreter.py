@@ -8,6 +8,7 @@ interpreter of Triton 3.6 are mended here: its casts to bfloat16 and its use of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,11 @@ def _from_bfloat16(bits: Any) -> Any:
 
 
 interpreter.interpreter_builder.__class__ = Builder
+interpreter.interpreter_builder.options = replace(
+    interpreter.interpreter_builder.options,
+    # Taken as they come: the interpreter's products are NumPy's, in the accumulator's type.
+    allowed_dot_input_precisions=("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6"),
+)
 
 
 class HostPointer:
