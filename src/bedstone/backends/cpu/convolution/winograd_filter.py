@@ -45,6 +45,9 @@ CHUNK = 48  # patches transformed at a time
 TASKS_WANTED = 8
 PARTIAL_BYTES_MAX = 2 * MIB
 EFFICIENCY = 0.8
+# Clearing the sums of one pair of channels, transforming them back and scattering the nine taps, in
+# flops of the peak rate: what decides where patches are few and channels many.
+FINISH_FLOPS = 3000.0
 
 
 @dataclass(frozen=True)
@@ -365,7 +368,8 @@ class WinogradFilter(Algorithm):
         moved = patches * channels * s.filter_blocks * READ_FLOPS[by_channel[0]]
         moved += patches * filters * s.channel_blocks * READ_FLOPS[by_channel[1]]
         accumulator = str(problem.x.dtype.accumulator)
-        return cost.seconds(products + moved, problem.bytes, accumulator, 2)
+        finish = channels * filters * s.parts * FINISH_FLOPS
+        return cost.seconds(products + moved + finish, problem.bytes, accumulator, 2)
 
     def build(self, problem: Problem, device: Device) -> CompiledKernel:
         if not isinstance(problem, ConvolutionProblem):
