@@ -89,6 +89,7 @@ def test_a_block_is_this_thread_s_only():
     [
         ({"threads": 2}, "config: got 'threads', expected one of"),
         ({"log": "loud"}, "log: got 'loud', expected one of"),
+        ({"num_threads": 0}, "num_threads: got 0, expected 1 or more"),
         ({"num_threads": -1}, "num_threads: got -1, expected 0 or more"),
         ({"num_threads": "two"}, "num_threads: got 'two', expected an integer"),
         ({"cache_mb": None}, "cache_mb: got None, expected an integer"),

@@ -103,3 +103,9 @@ def test_short_forms():
 def test_bad_lines_are_refused(line):
     with pytest.raises(InvalidDescriptor):
         parse_problem(line)
+
+
+@pytest.mark.parametrize("word", ["float23", "nhwc", "Bias"])
+def test_an_unknown_word_is_refused(word: str) -> None:
+    with pytest.raises(InvalidDescriptor, match=word):
+        parse_problem(f"convolution forward n1c2h4k2r1 {word}")

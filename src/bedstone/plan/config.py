@@ -119,6 +119,8 @@ def config(**settings: object) -> Iterator[Config]:
     for name in settings:
         if name not in known:
             raise InvalidDescriptor("config", name, f"one of {known}")
+    if settings.get("num_threads") == 0:
+        raise InvalidDescriptor("num_threads", 0, "1 or more")
     token = _current.set(replace(current(), **settings))  # type: ignore[arg-type]
     try:
         yield current()

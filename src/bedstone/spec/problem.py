@@ -170,6 +170,11 @@ def blend(value: Array, alpha: float, beta: float, out: Array | None) -> Array:
         return value + beta * np.asarray(out).astype(np.float64)
 
 
+# What may stand in a problem line besides the shape, a dtype and key=value.
+BARE_WORDS = {"bias", "nondeterministic", "with_indices", "with_mask", "no_scale", "no_shift",
+              "no_statistics", "biased"}  # fmt: skip
+
+
 class Fields:
     """The words of a problem line: the first is the shape, `key=value` and bare words follow."""
 
@@ -181,8 +186,11 @@ class Fields:
             key, sign, value = word.partition("=")
             if sign:
                 self.options[key] = value
-            else:
+            elif word in BARE_WORDS or word in DType.__members__:
                 self.flags.add(word)
+            else:
+                expected = f"a dtype, key=value, or one of {sorted(BARE_WORDS)}"
+                raise InvalidDescriptor("problem", word, expected)
 
     def get(self, key: str, default: str) -> str:
         """The option's value, or the default."""
