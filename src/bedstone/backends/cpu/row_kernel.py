@@ -19,7 +19,8 @@ class RowKernel:
     """
 
     numbers = 1
-    slots = 8  # numbers a row held at once, at most
+    kept = 1
+    writes = True
     buffered = False
 
     def __init__(self, rows: Rows) -> None:
@@ -37,10 +38,8 @@ class RowKernel:
         raise NotImplementedError
 
     def conclude(self, numbers: list[PerRow]) -> list[PerRow]:
-        """What `write` needs (as many numbers as it likes, `kept` of them)."""
+        """What `write` needs: `kept` numbers."""
         return numbers
-
-    kept = 1
 
     def write(self, numbers: list[PerRow], chunk: IntLike | None) -> None:
         """The pass over the elements; nothing by default."""
@@ -54,7 +53,7 @@ class RowKernel:
             self._emit_chunks()
 
     def _scratch(self, buffer: bool) -> int:
-        return self.rows.scratch_bytes(self.slots, buffer)
+        return self.rows.scratch_bytes(buffer)
 
     @property
     def buffer(self) -> IntLike:
@@ -73,7 +72,9 @@ class RowKernel:
             last = k.min(first + per_unit, rows.units)
             with k.loop(first, last, at_least_once=True) as unit:
                 rows.enter(unit, memory)
-                self.write(self.conclude(self.statistics(None)), None)
+                numbers = self.conclude(self.statistics(None))
+                if self.writes:
+                    self.write(numbers, None)
 
     def _emit_chunks(self) -> None:
         k, rows = self.k, self.rows
@@ -98,8 +99,6 @@ class RowKernel:
             unit, chunk = unravel(number, (rows.units, chunks))
             rows.enter(unit, memory)
             self.write(rows.saved(finals + unit * final, self.kept), chunk)
-
-    writes = True
 
     def _merged(self, address: IntLike, partial: int) -> list[PerRow]:
         """The numbers of all chunks of this unit, merged in order."""

@@ -31,7 +31,13 @@ CHUNK_ELEMENTS = 32 * 1024  # of a long row or block; not more than MOST_CHUNKS 
 MOST_CHUNKS = 64
 WIDEST_BLOCK = 1024  # rows side by side
 WAYS = 4  # accumulators along a row: hide the latency of the additions
+MOST_SLOTS = 16  # numbers that a row of a block may have at a time
 LEAST_UNIT = 8 * 1024  # elements worth a unit of their own
+
+
+def add(a: Float, b: Float) -> Float:
+    """a + b."""
+    return a + b
 
 
 @dataclass
@@ -213,9 +219,9 @@ class Rows:
 
     # Units ---------------------------------------------------------------------------------------
 
-    def scratch_bytes(self, slots: int, buffer: bool) -> int:
-        """Scratch of a thread: `slots` numbers a row, and a buffer of elements."""
-        bytes_ = 0 if self.along else slots * self.block * self.width
+    def scratch_bytes(self, buffer: bool) -> int:
+        """Scratch of a thread: the slots, and a buffer of elements."""
+        bytes_ = 0 if self.along else MOST_SLOTS * self.block * self.width
         if buffer:
             bytes_ += self.buffer_elements * self.width
         return bytes_
@@ -243,6 +249,8 @@ class Rows:
 
     def new_slot(self) -> int:
         """Memory for one more number a row (across)."""
+        if self.slots == MOST_SLOTS:
+            raise RuntimeError(f"a row kernel holds more than {MOST_SLOTS} numbers a row")
         self.slots += 1
         return self.slots - 1
 
@@ -473,15 +481,45 @@ class Rows:
             found.append(PerRow(self, slot=slot))
         return found
 
-    def publish(self, output: Output, operand: int, number: PerRow) -> None:
-        """Write a number of each row to an operand that has one element a row."""
-        k = self.k
+    def total(
+        self,
+        value: Callable[[Position], Float],
+        chunk: IntLike | None,
+        combine: Callable[[Float, Float], Float] = add,
+        initial: float = 0.0,
+    ) -> PerRow:
+        """The sum (or another combination) of value(position) over each row of the unit or chunk;
+        `initial` is the combination's neutral element."""
+        return self.totals(lambda p: [value(p)], 1, chunk, combine, initial)[0]
+
+    def totals(
+        self,
+        values: Callable[[Position], Sequence[Float]],
+        count: int,
+        chunk: IntLike | None,
+        combine: Callable[[Float, Float], Float] = add,
+        initial: float = 0.0,
+    ) -> list[PerRow]:
+        """Several such sums in one pass."""
+        accumulators = [Accumulator(self, initial) for _ in range(count)]
 
         def body(position: Position) -> None:
-            value, address = number.at(position), position.addresses[operand]
-            if self.along:
-                output.store(value, address, 1, k.first_lanes(1, self.lanes))
-            else:
-                output.store(value, address, self.vector_stride(operand), position.mask)
+            for accumulator, new in zip(accumulators, values(position)):
+                if self.along and position.mask is not None:
+                    new = self.k.select(position.mask, new, initial)
+                accumulator.set(position, combine(accumulator.get(position), new))
 
-        self.each_column(body)
+        self.walk(body, chunk, ways=WAYS)
+        return [accumulator.finish(combine) for accumulator in accumulators]
+
+    def each_row(self, body: Callable[[Position], None]) -> None:
+        """body(position) for the operands that have one element a row: its addresses and mask are
+        those of this element in neighbouring rows, `row_stride` apart."""
+        if self.along:
+            body(Position(self, list(self.corner), 0, self.k.first_lanes(1, self.lanes), 0))
+        else:
+            self.each_column(body)
+
+    def row_stride(self, operand: int) -> int:
+        """The stride of such an operand from row to row."""
+        return 1 if self.along else self.outer.strides[operand][-1]

@@ -16,7 +16,7 @@ from bedstone.backends.cpu.builder import KernelBuilder
 from bedstone.backends.cpu.elementwise import PointwiseAlgorithm, Stream
 from bedstone.backends.cpu.kernel import ENTRY
 from bedstone.backends.cpu.row_kernel import RowKernel
-from bedstone.backends.cpu.rows import Accumulator, PerRow, Position, Rows
+from bedstone.backends.cpu.rows import PerRow, Position, Rows
 from bedstone.backends.cpu.target import Target
 from bedstone.backends.cpu.tasks import Output
 from bedstone.backends.cpu.values import Float, IntLike
@@ -24,11 +24,6 @@ from bedstone.spec.softmax import SoftmaxProblem
 
 # Scaled by no more than this, float32 overflows where exp(x) does in float64, at 709.8.
 FAST_LIMIT = 621.0
-
-
-def add(a: Float, b: Float) -> Float:
-    """a + b."""
-    return a + b
 
 
 def larger(a: Float, b: Float) -> Float:
@@ -47,25 +42,6 @@ class Softmax(RowKernel):
     def prepare(self) -> None:
         self.output = Output(self.k, self.rows.call, self.dtype, self.rows.lanes)
 
-    def total(
-        self,
-        value: Callable[[Position], Float],
-        chunk: IntLike | None,
-        combine: Callable[[Float, Float], Float] = add,
-        initial: float = 0.0,
-    ) -> PerRow:
-        """The sum (or another combination) of value(position) over each row."""
-        accumulator = Accumulator(self.rows, initial)
-
-        def body(position: Position) -> None:
-            new = value(position)
-            if self.rows.along and position.mask is not None:
-                new = self.k.select(position.mask, new, initial)
-            accumulator.set(position, combine(accumulator.get(position), new))
-
-        self.rows.walk(body, chunk, ways=4)
-        return accumulator.finish(combine)
-
 
 class Forward(Softmax):
     """Operands x, y. Numbers of a row: the maximum and the sum."""
@@ -82,7 +58,7 @@ class Forward(Softmax):
     def statistics(self, chunk: IntLike | None) -> list[PerRow]:
         rows = self.rows
         if self.scaled:
-            maximum = self.total(lambda p: p.load(0), chunk, larger, -math.inf)
+            maximum = self.rows.total(lambda p: p.load(0), chunk, larger, -math.inf)
         else:
             maximum = rows.derive(lambda: self.k.constant(0.0, rows.compute, rows.lanes))
         if self.scaled and self.algorithm == "fast":
@@ -95,7 +71,7 @@ class Forward(Softmax):
                 self.k.store(value, place, rows.compute)
             return value
 
-        return [maximum, self.total(power, chunk)]
+        return [maximum, self.rows.total(power, chunk)]
 
     def _power(self, position: Position, maximum: PerRow) -> Float:
         x = position.load(0)
@@ -144,7 +120,7 @@ class Backward(Softmax):
             dy = position.load(1)
             return dy if self.algorithm == "log" else dy * position.load(0)
 
-        return [self.total(term, chunk)]
+        return [self.rows.total(term, chunk)]
 
     def merge(self, a: list[Float], b: list[Float]) -> list[Float]:
         return [a[0] + b[0]]

@@ -70,7 +70,7 @@ class Output:
     def __init__(self, k: KernelBuilder, call: Call, dtype: str, lanes: int) -> None:
         self.k, self.dtype, self.lanes = k, dtype, lanes
         self.compute = "float64" if dtype == "float64" else "float32"
-        model = k.constant(0.0, self.compute, lanes)
+        self.model = model = k.constant(0.0, self.compute, lanes)
         self.alpha, self.beta = k.cast(call.alpha, model), k.cast(call.beta, model)
         self.reads = self.beta.ne(0.0)
 
@@ -84,7 +84,7 @@ class Output:
     ) -> None:
         """The lanes of `value` at address, address + stride, ... (in elements). `streaming`: past
         the caches; beta is known to be 0, the vector whole, its address a multiple of its size."""
-        k = self.k
+        k, value = self.k, self.k.cast(value, self.model)
         if streaming:
             store_streaming(k, value * self.alpha, address, self.dtype)
             return
