@@ -26,7 +26,8 @@ ALLOWED = {
     "backends.gluon": ("spec", "plan", "version", "backends.triton"),
     # The outer rooms use what is public: the package's own names, the problems and the arrays.
     "frameworks": ("", "spec", "arrays", "functional", "version"),
-    "compat": ("", "spec", "arrays", "functional", "version"),
+    # (The C library's builder asks the registry for the backend that emits it.)
+    "compat": ("", "spec", "arrays", "functional", "version", "plan"),
     # Tools that measure, explain and test look into planning as well.
     "bench": ("", "spec", "arrays", "functional", "version", "plan", "testing"),
     "demo": ("", "spec", "arrays", "functional", "version", "bench", "frameworks"),

@@ -35,7 +35,7 @@ examples:
 # Subcommand -> (module with add_arguments(parser) and main(args), one line of help).
 ELSEWHERE = {
     "bench": ("bedstone.bench.main", "time primitives against peers and the machine's roofline"),
-    "demo": ("bedstone.frameworks.onnx.demo", "a pretrained text reader, natively and on bedstone"),
+    "demo": ("bedstone.demo", "an unmodified network, natively and on bedstone"),
     "caffe": ("bedstone.frameworks.caffe.main", "train, test and time Caffe networks"),
     "build-c": ("bedstone.compat.c.build", "write the C library for a CPU"),
 }

@@ -24,14 +24,6 @@ PLANS_SHOWN = 3
 NEEDS = "pip install 'bedstone[demo]'"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `bedstone demo`."""
-    parser.add_argument("image", nargs="?", help="a picture to read (default: a scanned page)")
-    parser.add_argument("--output", default="demo-output", metavar="DIR",
-                        help="where the picture with the text found goes")  # fmt: skip
-    parser.add_argument("--framework", default="onnx", choices=("onnx",), help="onnx")
-
-
 def main(args: argparse.Namespace) -> int:
     """Run the demonstration; 1 if the two readings differ."""
     picture = _picture(args.image)
