@@ -424,7 +424,8 @@ class LrnProblem(Problem):
             base = lrn.k + share * lrn.window_sum(x * x)
             if self.direction == "lrn_forward":
                 return {"y": x * base**-lrn.beta}
-            inner = arrays["dy"] * x * base ** (-lrn.beta - 1)
+            # In this order no factor leaves the range of float64 where the product is in it.
+            inner = (arrays["dy"] * base**-lrn.beta) * (x / base)
             through = 2 * share * lrn.beta * x * lrn.window_sum(inner, transposed=True)
             return {"dx": arrays["dy"] * base**-lrn.beta - through}
 

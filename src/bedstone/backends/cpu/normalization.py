@@ -16,6 +16,7 @@ from typing import Any
 from bedstone.backends.cpu.builder import Call, KernelBuilder, itemsize
 from bedstone.backends.cpu.elementwise import PointwiseAlgorithm, Stream, emit_map, seconds_to_move
 from bedstone.backends.cpu.kernel import ENTRY
+from bedstone.backends.cpu.lrn import LocalResponse
 from bedstone.backends.cpu.row_kernel import RowKernel
 from bedstone.backends.cpu.rows import PerRow, Position, Rows
 from bedstone.backends.cpu.target import Target
@@ -408,4 +409,4 @@ class Normalization(PointwiseAlgorithm):
         return seconds_to_move(math.ceil(problem.bytes * passes))
 
 
-ALGORITHMS = (Normalization(),)
+ALGORITHMS = (Normalization(), LocalResponse())
