@@ -73,6 +73,8 @@ class Lrn:
         self.strides = [[d.strides[a] for a in axes] for d in descs]
         across = self.outer.strides[-1][-1] == 1 and self.outer.dims[-1] > 1
         self.along = self.strides[-1][-1] == 1 and self.dims[-1] > 1 and not across
+        self.share = self.lrn.alpha / problem.reduction_length
+        self.root = math.sqrt(abs(self.share))
         self._choose_block()
 
     def _choose_block(self) -> None:
@@ -142,7 +144,7 @@ class Lrn:
             k.store(product, inner + spot.place + before, self.compute, mask=spot.mask)
 
         self._each(middle)
-        share = 2.0 * self.lrn.alpha / self.problem.reduction_length * beta
+        share = 2.0 * self.share * beta
 
         def write(spot: Spot) -> None:
             power = k.load(factor + spot.place, self.compute, self.lanes)
@@ -152,20 +154,20 @@ class Lrn:
         self._each(write)
 
     def _squares(self) -> None:
-        """The first field: x^2, each where the window of its own index finds it at its centre."""
+        """The first field: |alpha| / count * x^2, put where a window begins at its own index."""
         k = self.k
         self._clear(self.memory)
         before = self._shift((self.lrn.size - 1) // 2)
 
         def square(spot: Spot) -> None:
-            x = self._load(0, spot)
+            x = self._load(0, spot) * self.root  # before the square, which may overflow
             k.store(x * x, self.memory + spot.place + before, self.compute, mask=spot.mask)
 
         self._each(square)
 
     def _base(self, spot: Spot) -> Float:
         total = self._window_sum(self.memory + spot.place)
-        return total * (self.lrn.alpha / self.problem.reduction_length) + self.lrn.k
+        return total * math.copysign(1.0, self.lrn.alpha) + self.lrn.k
 
     def _shift(self, count: int) -> int:
         """Bytes of `count` indices along every window axis."""

@@ -19,11 +19,13 @@ from bedstone.testing.problems.strides import KINDS as STRIDES
 from bedstone.testing.problems.strides import randomly_strided, with_strides
 from bedstone.testing.tolerances import (
     FUNCTION_ULPS,
+    OVERFLOW_SHARE,
     ROUNDINGS,
     Bounds,
     Wide,
     blended,
     growth,
+    largest,
     smallest,
     unit_of,
 )
@@ -233,6 +235,10 @@ class _Errors:
         product = self._mean(slope * size)
         terms = slope + self._mean(slope) + size * product
         carried = error * product + size * self._mean(slope * error)
+        # The sums behind the two means may overflow where the means do not.
+        sums = self.problem.reduction_length * self._mean(slope * (1 + size))
+        most = OVERFLOW_SHARE * largest(self.problem.x.dtype.accumulator)
+        carried = np.where(sums > most, np.inf, carried)
         length = int(np.prod([geometry.view[a] for a in geometry.shared], dtype=np.int64))
         units = growth(length) * self.unit
         return {
