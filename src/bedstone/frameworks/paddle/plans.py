@@ -1,0 +1,132 @@
+"""From paddle tensors to a kernel: the dictionary of problems, and the call.
+
+An operator says how to describe a problem (`make`: descriptors and settings in, `Recipe` out).
+The recipe is kept by shapes, strides, dtype and settings, so that a repeated call is two look-ups,
+an allocation by PaddlePaddle and the kernel on raw pointers.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import paddle
+from paddle import Tensor, _C_ops
+
+from bedstone import InvalidDescriptor, NotSupported, Plan, Problem, TensorDesc, default_handle
+from bedstone.frameworks.paddle import report
+
+RECIPES_KEPT = 4096  # as many as a handle keeps plans
+# Bytes that a plan may use beside its operands: the transforms of the fastest algorithms.
+WORKSPACE_LIMIT = 256 << 20
+
+DTYPES = {paddle.float32: "float32", paddle.float64: "float64"}
+RESULTS = {"float32": paddle.float32, "float64": paddle.float64, "int64": paddle.int64}
+
+
+class Native(Exception):
+    """This call is left to PaddlePaddle; the message says why."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A problem, and the dims and dtypes of the tensors that receive its results (as
+    PaddlePaddle orders dims)."""
+
+    problem: Problem
+    outputs: tuple[tuple[tuple[int, ...], str], ...]
+
+
+Maker = Callable[..., Recipe]
+
+
+@functools.lru_cache(RECIPES_KEPT)
+def _recipe(make: Maker, operands: tuple[Any, ...], settings: tuple[Any, ...]) -> Recipe | str:
+    """The recipe, or why there is none."""
+    try:
+        return make(*(TensorDesc(*operand) for operand in operands), *settings)
+    except InvalidDescriptor as error:
+        return str(error)
+    except Native as reason:
+        return str(reason)
+
+
+def check(*tensors: Any) -> None:
+    """Raises Native unless all are tensors with elements, of one of our dtypes, on the CPU."""
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise Native("a static graph is being built, or an argument is no tensor")
+        if tensor.dtype not in DTYPES:
+            raise Native(f"dtype {str(tensor.dtype).rpartition('.')[2]}")
+        if tensor.dtype != tensors[0].dtype:
+            raise Native("tensors of several dtypes")
+        if not tensor.place.is_cpu_place():
+            raise Native("a tensor that is not on the CPU")
+        if not tensor.is_dense() or tensor.size == 0 or tensor.ndim == 0:
+            raise Native("a tensor that is sparse, distributed, empty or a scalar")
+
+
+def launch(
+    label: tuple[str, str],
+    make: Maker,
+    inputs: Sequence[Tensor],
+    settings: tuple[Any, ...] = (),
+    updated: Sequence[Tensor] = (),
+) -> list[Tensor]:
+    """Run the problem that `make` describes; returns new tensors.
+
+    label    operator and direction, for the report
+    inputs   the problem's first operands; then come the results, then `updated` in place
+
+    Raises Native where there is no kernel for it.
+    """
+    start = time.perf_counter()
+    operands = tuple((tuple(t.shape), tuple(t.strides), DTYPES[t.dtype]) for t in inputs)
+    recipe = _recipe(make, operands, settings)
+    if isinstance(recipe, str):
+        raise Native(recipe)
+    plan = _plan(recipe.problem)
+    place = inputs[0].place
+    outputs = [_C_ops.empty(dims, RESULTS[dtype], place) for dims, dtype in recipe.outputs]
+    pointers = [t.data_ptr() for t in (*inputs, *outputs, *updated)]
+    plan(*pointers, workspace=_workspace(plan.workspace_size))
+    report.add(*label, plan.algorithm, time.perf_counter() - start)
+    return outputs
+
+
+def _plan(problem: Problem) -> Plan:
+    try:
+        plan = default_handle().plan(problem, workspace_limit=WORKSPACE_LIMIT)
+    except NotSupported as error:
+        raise Native(str(error).splitlines()[0]) from None
+    if plan.algorithm.startswith("reference:"):
+        raise Native("no compiled kernel for this problem")
+    return plan
+
+
+class _Scratch(threading.local):
+    """One workspace a thread, kept: fresh memory costs more to map than most kernels to run."""
+
+    buffer: Tensor | None = None
+
+
+_scratch = _Scratch()
+
+
+def _workspace(size: int) -> int:
+    if size == 0:
+        return 0
+    if _scratch.buffer is None or _scratch.buffer.size < size:
+        _scratch.buffer = None
+        _scratch.buffer = _C_ops.empty([size], paddle.uint8, paddle.CPUPlace())
+    return int(_scratch.buffer.data_ptr())
+
+
+def release() -> None:
+    """Give back this thread's workspace, and forget the recipes."""
+    _scratch.buffer = None
+    _recipe.cache_clear()

@@ -1,0 +1,178 @@
+"""PaddlePaddle's pooling: pool2d and pool3d (maximum, average, adaptive average, global), and
+max_pool2d_with_index and max_pool3d_with_index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import paddle
+from paddle import Tensor
+
+from bedstone import PoolingDesc, PoolingProblem, TensorDesc
+from bedstone.frameworks.paddle.convolution import (
+    Ints,
+    channels_second,
+    integers,
+    is_channels_last,
+    padding_pairs,
+    paddle_dims,
+    result_desc,
+)
+from bedstone.frameworks.paddle.operators import Call, Gradients
+from bedstone.frameworks.paddle.plans import Native, Recipe, launch
+from bedstone.spec.pooling import adaptive_average_problem
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The attributes of a call, as a key. kind: "max", "avg" or "adaptive"; for the last,
+    `window` is the size of the result."""
+
+    kind: str
+    window: Ints
+    stride: Ints
+    padding: Ints
+    algorithm: str
+    ceil: bool
+    exclusive: bool
+    whole: bool
+    last: bool
+
+    def desc(self, x: Ints) -> PoolingDesc:
+        """For images of dims N, C, spatial."""
+        sizes = x[2:]
+        if self.whole:
+            window, stride, pads = sizes, self.stride, ((0, 0),) * len(sizes)
+        else:
+            window, stride = self.window, self.stride
+            pads = padding_pairs(self.padding, self.algorithm, sizes, window, stride)
+        if self.kind == "max":
+            mode = "max"
+        else:
+            mode = f"average_{'exclude' if self.exclusive else 'include'}_padding"
+        return PoolingDesc.of(mode, window, len(sizes), pads, stride, 1, "given")
+
+    def sizes(self, x: Ints, pool: PoolingDesc) -> Ints:
+        """The result's spatial sizes, rounded down or up."""
+        sizes = []
+        rows = zip(x[2:], pool.window, pool.padding, pool.stride)
+        for h, r, pad, u in rows:
+            room = h + sum(pad) - r
+            if room < 0:
+                raise Native("a window larger than the padded input")
+            sizes.append((room + (u - 1 if self.ceil else 0)) // u + 1)
+            overrun = (sizes[-1] - 1) * u + r > h + sum(pad)
+            if overrun and pool.mode == "average_include_padding":
+                # PaddlePaddle divides by the whole window, beyond the padding too.
+                raise Native("an average that counts what lies beyond the padding")
+            if (sizes[-1] - 1) * u >= h + pad[0]:
+                raise Native("a window that holds no element of the input")
+        return tuple(sizes)
+
+
+def _forward(x: TensorDesc, how: Windows) -> Recipe:
+    x = channels_second(x, how.last)
+    if how.kind == "adaptive":
+        dims = (*x.dims[:2], *how.window)
+        problem = adaptive_average_problem("forward", x, result_desc(dims, x, how.last))
+    else:
+        pool = how.desc(x.dims)
+        dims = (*x.dims[:2], *how.sizes(x.dims, pool))
+        problem = PoolingProblem("forward", x, result_desc(dims, x, how.last), pool)
+    return Recipe(problem, ((paddle_dims(dims, how.last), str(x.dtype)),))
+
+
+def _backward(dy: TensorDesc, how: Windows, dims: Ints) -> Recipe:
+    """Of an average; dims: of dx, in PaddlePaddle's order."""
+    dx = channels_second(TensorDesc.packed(dims, dy.dtype), how.last)
+    dy = channels_second(dy, how.last)
+    if how.kind == "adaptive":
+        problem = adaptive_average_problem("backward", dx, dy)
+    else:
+        problem = PoolingProblem("backward", dx, dy, how.desc(dx.dims))
+    return Recipe(problem, ((dims, str(dy.dtype)),))
+
+
+def _max_backward(x: TensorDesc, dy: TensorDesc, how: Windows) -> Recipe:
+    dims = x.dims
+    dx = channels_second(TensorDesc.packed(dims, dy.dtype), how.last)
+    x, dy = channels_second(x, how.last), channels_second(dy, how.last)
+    problem = PoolingProblem("backward", dx, dy, how.desc(dx.dims), saved=x)
+    return Recipe(problem, ((dims, str(dy.dtype)),))
+
+
+class Pooling(Call):
+    """kernel_size, strides, paddings, ceil_mode, exclusive, data_format, pooling_type,
+    global_pooling, adaptive, padding_algorithm."""
+
+    names = ("pool2d", "pool3d")
+
+    def understand(self, *attributes: Any) -> None:
+        (window, stride, padding, ceil, exclusive, data_format, kind, whole, adaptive,
+         algorithm) = attributes  # fmt: skip
+        if kind not in ("max", "avg"):
+            raise Native(f"pooling_type {kind}")
+        if adaptive and kind == "max":
+            raise Native("adaptive maximum")
+        self.how = Windows(
+            "adaptive" if adaptive and not whole else kind,
+            integers("kernel_size", window),
+            integers("strides", stride),
+            integers("paddings", padding),
+            algorithm,
+            bool(ceil),
+            bool(exclusive),
+            bool(whole),
+            is_channels_last(data_format),
+        )
+
+    def forward(self) -> tuple[Any, Sequence[Tensor]]:
+        (y,) = launch((self.name, "forward"), _forward, self.tensors, (self.how,))
+        return y, self.tensors
+
+    def backward(self, saved: Sequence[Tensor], dy: Tensor) -> Gradients:
+        (x,), label = saved, (self.name, "backward")
+        if self.how.kind == "max":
+            return launch(label, _max_backward, (x, dy), (self.how,))
+        return launch(label, _backward, (dy,), (self.how, tuple(x.shape)))
+
+
+def _indexed(x: TensorDesc, how: Windows) -> Recipe:
+    pool = how.desc(x.dims)
+    dims = (*x.dims[:2], *how.sizes(x.dims, pool))
+    y, indices = TensorDesc.packed(dims, x.dtype), TensorDesc.packed(dims, "int64")
+    problem = PoolingProblem("forward", x, y, pool, indices)
+    return Recipe(problem, ((dims, str(x.dtype)), (dims, "int64")))
+
+
+class IndexedPooling(Call):
+    """kernel_size, strides, paddings, global_pooling, adaptive, ceil_mode; the maxima and where
+    they are (int32, flat over the spatial extent)."""
+
+    names = ("max_pool2d_with_index", "max_pool3d_with_index")
+
+    def understand(self, *attributes: Any) -> None:
+        window, stride, padding, whole, adaptive, ceil = attributes
+        if adaptive:
+            raise Native("adaptive maximum")
+        self.how = Windows(
+            "max",
+            integers("kernel_size", window),
+            integers("strides", stride),
+            integers("paddings", padding),
+            "EXPLICIT",
+            bool(ceil),
+            True,
+            bool(whole),
+            False,
+        )
+
+    def forward(self) -> tuple[Any, Sequence[Tensor]]:
+        y, indices = launch((self.name, "forward"), _indexed, self.tensors, (self.how,))
+        return (y, paddle._C_ops.cast(indices, paddle.int32)), self.tensors
+
+    def backward(self, saved: Sequence[Tensor], dy: Tensor) -> Gradients:
+        # The maxima are found again: reading the input is cheaper than scattering by index.
+        return launch((self.name, "backward"), _max_backward, (*saved, dy), (self.how,))
