@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 import bedstone
-from bedstone.bench import calls, machine, plot, report, select_check, suites, timing
+from bedstone.bench import calls, machine, model, plot, report, select_check, suites, timing
 from bedstone.bench.driver import Options, Row, run
 from bedstone.bench.peers import PEERS
 
@@ -22,6 +22,7 @@ KINDS = {
     "transform": "tensor transforms",
     "calls": "what a call costs besides its arithmetic: planning, compiling, loading",
     "select": "how often the chosen convolution algorithm is the best",
+    "model": "whole networks of a framework, on its kernels and on bedstone's",
     "plot": "draw a CSV again, measuring nothing",
 }
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C ended
@@ -35,6 +36,7 @@ examples:
   bedstone bench transform --peer torch
   bedstone bench calls
   bedstone bench select --suite resnet50 --batch 16
+  bedstone bench model --framework torch --model resnet50 --batch 8 --layout nhwc --training
   bedstone bench plot --csv F.csv --plot roofline.png --kind roofline
 
 A suite is a file of problems, one a line, such as: n128c96h64k128r9 "paper:2". Every plan is
@@ -72,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--csv", metavar="FILE", help="write the rows there")
     add("--plot", metavar="FILE", help="draw the CSV there")
     add("--kind", choices=plot.KINDS, default="auto", help="of plot (default auto: by the rows)")
+    model.add_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -92,6 +95,9 @@ def main(args: argparse.Namespace) -> int:
     settings = {} if args.threads is None else {"num_threads": args.threads}
     with bedstone.config(**settings):
         timing.keep_freed_memory()
+        if args.what == "model":
+            _words("--layout", args.layout, ("nchw", "nhwc"))
+            return model.main(args)
         if args.what == "calls":
             for what, value, unit in calls.table():
                 print(f"{what:34} {value:10.2f} {unit}")

@@ -133,12 +133,13 @@ def _flatness(rows: Sequence[Row]) -> list[str]:
     return [f"mean rate by batch, of batch {most}'s {means[most]:.0f} GFLOP/s: {shares}"]
 
 
-def write_csv(path: str, rows: Sequence[Row], head: Mapping[str, str]) -> None:
+def write_csv(path: str, rows: Sequence[Any], head: Mapping[str, str]) -> None:
     """Rows with the environment in comment lines above them; written whole or not at all."""
     with _whole(path) as file:
         for key, value in head.items():
             file.write(f"# {key}: {value}\n")
-        writer = csv.DictWriter(file, list(Row.__dataclass_fields__), lineterminator="\n")
+        names = list(rows[0].record() if rows else Row.__dataclass_fields__)
+        writer = csv.DictWriter(file, names, lineterminator="\n")
         writer.writeheader()
         for row in rows:
             writer.writerow({k: _short(v) for k, v in row.record().items()})
@@ -163,7 +164,7 @@ def _short(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def write_json(path: str, rows: Sequence[Row], head: Mapping[str, str]) -> None:
+def write_json(path: str, rows: Sequence[Any], head: Mapping[str, str]) -> None:
     """{"environment": {...}, "rows": [...]}; written whole or not at all."""
     with _whole(path) as file:
         records = [row.record() for row in rows]
