@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import math
 import statistics
 import subprocess
@@ -123,7 +124,8 @@ def warm(options):
         problems += [p for _, p in layer_problems(options.layers, options.layouts, options.dtypes)]
     for problem in problems:
         for algorithm in takers(problem, device):
-            algorithm.build(problem, device)
+            if options.algorithms in algorithm.name:
+                algorithm.build(problem, device)
     if options.tiles:
         for _ in tile_kernels(options, device):
             pass
@@ -329,7 +331,8 @@ RANGES = {  # how values are made from normal ones: what float16 splitting must 
     "inf": lambda v: v.masked_fill(_uniform(v) < 1e-4, math.inf),
     "nan": lambda v: v.masked_fill(_uniform(v) < 1e-4, math.nan),
 }
-RANGE_SHAPES = ("n4c128h14k192r3p1", "n9c64h13k64r3p1", "n4c192h15k128r3p1u2")
+RANGE_SHAPES = ("n4c128h14k192r3p1", "n9c64h13k64r3p1", "n4c192h15k128r3p1u2", "n4c64h14k128r3")
+EVEN_FILLS = ("huge", "tiny", "denormal", "inf", "nan")  # in one operand at a time
 
 
 def _uniform(v):
@@ -341,27 +344,35 @@ def _uniform(v):
 def check_ranges(bench):
     """float32's accuracy and range, whatever the data: [(case, verdict)]."""
     torch, rows = bench.torch, []
-    algorithm = next(a for a in ALGORITHMS if a.name.endswith("f16x3"))
-    for shape in RANGE_SHAPES:
-        for direction in DIRECTIONS[:2]:
-            problem = problem_of(shape, direction, "float32", "layout=NHWC")
-            kernel = algorithm.build(problem, bench.device)
-            image = "x" if direction == "forward" else "dy"
-            for fill, make in RANGES.items():
-                for where in ((image,), ("w",), (image, "w")):
-                    if fill in ("huge", "tiny", "denormal", "inf", "nan") and len(where) > 1:
-                        continue
-                    if fill in ("inf", "nan") and where == ("w",):
-                        continue  # meets padding: checked without it by the conformance suite
-                    arrays = bench.inputs(problem, dict.fromkeys(where, make))
-                    exact, terms = bench.reference(problem, arrays)
-                    raw, out = bench.guarded(problem.outputs[0].desc)
-                    name = problem.outputs[0].name
-                    bench.call(kernel, problem, algorithm, {**arrays, name: out})
-                    torch.cuda.synchronize()
-                    rows.append((f"{shape} {direction} {fill} {'+'.join(where)}",
-                                 verdict(bench, problem, out, exact, terms)))  # fmt: skip
+    for shape, direction in itertools.product(RANGE_SHAPES, DIRECTIONS):
+        problem = problem_of(shape, direction, "float32", "layout=NHWC")
+        algorithm = next(a for a in takers(problem, bench.device) if "f16x3" in a.name)
+        if bench.options.algorithms not in algorithm.name:
+            continue
+        kernel = algorithm.build(problem, bench.device)
+        first, second = (o.name for o in problem.inputs)
+        for fill, make in RANGES.items():
+            for where in ((first,), (second,), (first, second)):
+                if fill in EVEN_FILLS and len(where) > 1:
+                    continue
+                if fill in ("inf", "nan") and not comparable(problem, where):
+                    continue
+                arrays = bench.inputs(problem, dict.fromkeys(where, make))
+                exact, terms = bench.reference(problem, arrays)
+                raw, out = bench.guarded(problem.outputs[0].desc)
+                name = problem.outputs[0].name
+                bench.call(kernel, problem, algorithm, {**arrays, name: out})
+                torch.cuda.synchronize()
+                rows.append((f"{shape} {direction} {fill} {'+'.join(where)}",
+                             verdict(bench, problem, out, exact, terms)))  # fmt: skip
     return rows
+
+
+def comparable(problem, where):
+    """True if the non-finite operand does not meet padding, where PyTorch may skip its terms."""
+    if problem.direction == "backward_filter":
+        return not any(any(pair) for pair in problem.conv.padding)
+    return where != ("w",)
 
 
 def verdict(bench, problem, out, exact, terms):
@@ -391,6 +402,8 @@ def check(bench):
         for algorithm in takers(problem, bench.device):
             if bench.late():
                 break
+            if bench.options.algorithms not in algorithm.name:
+                continue
             try:
                 fault, error = check_one(bench, problem, algorithm)
             except Exception as failure:
@@ -574,6 +587,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for flag in ("check", "measure", "tiles", "warm", "triton"):
         parser.add_argument(f"--{flag}", action="store_true")
+    parser.add_argument(
+        "--algorithms", default="", help="part of the names that --check and --warm take"
+    )
     parser.add_argument("--out", default="bench-out")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds")
     parser.add_argument("--repeats", type=int, default=8)

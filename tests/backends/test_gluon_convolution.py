@@ -77,6 +77,18 @@ def test_float32_from_float16_products_keeps_its_main_loop_in_registers(directio
     )
 
 
+@pytest.mark.parametrize("channels", [64, 128])
+def test_the_float32_gradient_by_filter_keeps_its_main_loop_in_registers(channels):
+    line = f"backward_filter n64c{channels}h28k{channels}r3p1 float32 layout=NHWC"
+    found = dict(reports("implicit_gemm_f16x3_split", line))
+    fast = found["convolution_filter_f16x3_kernel"]
+    consumers = 2 if channels == 128 else 1
+    assert fast.count(r"wgmma\.mma_async[^\n]*f16\.f16") == 12 * consumers  # 3 products x 4
+    assert not fast.spilled_bytes and not fast.warnings
+    for name in ("channel_range", "split_image", "filter_f16x3_sum", "filter_careful"):
+        assert not found[f"convolution_{name}_kernel"].spilled_bytes
+
+
 def test_channels_first_goes_by_way_of_copies():
     names = [
         n for n, _ in reports("implicit_gemm_transformed", "forward n64c128h28k128r3p1 float16")
@@ -115,6 +127,12 @@ def test_one_binary_serves_patches_of_every_shape():
         ),
         ("implicit_gemm_f16x3", "forward n1c64h9k64r3 float32 layout=NHWC math=tf32", "ieee"),
         ("implicit_gemm_f16x3", "forward n1c6h9k64r3 float32 layout=NHWC", "multiple of 4"),
+        (
+            "implicit_gemm_f16x3_split",
+            "backward_filter n1c64h9k64r3 float32 layout=NHWC math=tf32",
+            "ieee",
+        ),
+        ("implicit_gemm_f16x3_split", "forward n1c64h9k64r3 float32 layout=NHWC", "filter"),
         ("implicit_gemm_transformed", "forward n1c64h9k64r3 float16 layout=NHWC", "already"),
     ],
 )

@@ -137,11 +137,12 @@ def filter_choice(
 
 
 @functools.lru_cache(maxsize=1024)
-def choose_filter(problem: ConvolutionProblem, processors: int, split: bool) -> FilterChoice:
+def choose_filter(
+    problem: ConvolutionProblem, processors: int, split: bool,
+    table: tuple[tiles.Tile, ...] = tiles.FILTER_HALF,
+) -> FilterChoice:  # fmt: skip
     """The tile of the least modelled time."""
-    fitting = [
-        tile for tile in tiles.FILTER_HALF if split or tile.accumulators <= tiles.LIGHT_ACCUMULATORS
-    ]
+    fitting = [t for t in table if split or t.accumulators <= tiles.LIGHT_ACCUMULATORS]
     choices = [filter_choice(problem, tile, processors, split) for tile in fitting]
     return min(choices, key=lambda choice: choice.work.seconds)
 
@@ -157,9 +158,10 @@ class FilterGradient(Algorithm):
     """Base of the algorithms here: what all of them ask of the memory."""
 
     split = True
+    dtypes: tuple[DType, ...] = HALVES
 
     def supports(self, problem: Problem, device: Device) -> str | None:
-        reason = declines(problem, device, HALVES)
+        reason = declines(problem, device, self.dtypes)
         if reason is not None or not isinstance(problem, ConvolutionProblem):
             return reason
         if problem.direction != "backward_filter":

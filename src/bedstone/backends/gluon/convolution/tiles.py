@@ -75,6 +75,12 @@ FILTER_HALF = _rows(
     (64, 32, 64, 8, 1, 1, 200, 1.2),
 )  # fmt: skip
 
+# backward_filter, float32 from three float16 products.
+FILTER_F16X3 = _rows(
+    (128, 128, 64, 3, 2, 1, 200, 3.0), (128, 64, 64, 4, 2, 1, 150, 2.5),
+    (64, 128, 64, 4, 1, 1, 130, 2.5), (64, 64, 64, 6, 1, 1, 90, 2.0),
+)  # fmt: skip
+
 # backward_filter, windows three wide.
 HALO_RATE, HALO_TAIL = 760.0, 3.0
 HALO_STAGES = 3

@@ -141,9 +141,12 @@ class ImplicitGemm(Algorithm):
 
     def estimate(self, problem: Problem, device: Device) -> float:
         choice = choose(problem, device.architecture, self.splits)
-        traffic = problem.bytes + 2 * self.workspace(problem, device)
-        moving = chips.move_seconds(traffic, device.architecture, 1 + (choice.split > 1))
-        return max(choice.seconds + chips.LAUNCH_SECONDS, moving)
+        moving = chips.move_seconds(problem.bytes, device.architecture, 1)
+        seconds = max(choice.seconds + chips.LAUNCH_SECONDS, moving)
+        if choice.split > 1:  # parts are written, then read, with nothing beside it
+            parts = 2 * self.workspace(problem, device)
+            seconds += chips.move_seconds(parts, device.architecture, 1)
+        return seconds
 
     def build(self, problem: Problem, device: Device) -> Kernel:
         if not isinstance(problem, ConvolutionProblem):
