@@ -277,3 +277,21 @@ BAD = {
 def test_mistakes_are_told(name):
     with pytest.raises(bedstone.InvalidDescriptor, match="expected"):
         BAD[name]()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_cuda_tensors(name, dtype):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    ours, theirs, dims = CASES[name]
+    wide = [randn(*d, dtype=getattr(torch, dtype)).double().requires_grad_() for d in dims]
+    inputs = [t.detach().to("cuda", getattr(torch, dtype)).requires_grad_() for t in wide]
+    y, expected = ours(*inputs), theirs(*wide)
+    close(y.cpu(), expected.to(y.dtype))
+    dy = torch.randn_like(y)
+    for got, wanted in zip(
+        torch.autograd.grad(y, inputs, dy), torch.autograd.grad(expected, wide, dy.cpu().double())
+    ):
+        close(got.cpu(), wanted.to(got.dtype))
