@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import subprocess
@@ -24,6 +25,8 @@ from pathlib import Path
 FILES = ("test_convolution.py", "test_pooling.py")
 SIDES = ("native", "patched")
 SECONDS = 3600  # for one file on one side
+# Names that older files import from PyTorch's test tools, gone since, as they read on a CPU.
+GONE = {("torch.testing._internal.common_cuda", "tf32_is_not_fp32"): lambda: False}
 
 
 class Outcomes:
@@ -44,6 +47,10 @@ def run_here(file: str, side: str, words: list[str], result: str) -> int:
 
     from bedstone.frameworks import torch as bedstone_torch
 
+    for (module, name), value in GONE.items():
+        tools = importlib.import_module(module)
+        if not hasattr(tools, name):
+            setattr(tools, name, value)
     outcomes = Outcomes()
     context = bedstone_torch.enable() if side == "patched" else contextlib.nullcontext()
     start = time.monotonic()

@@ -50,6 +50,8 @@ CHECKS = (
     *(f"convolution by {name}" for name in PLACED),
     *(f"{name} by batch" for name in POINTWISE),
     "transposed by batch",
+    "normalised by batch",
+    "normalised whole",
     "a rule is not remembered for other strides",
 )
 
@@ -136,6 +138,8 @@ def _run(check: str) -> None:
         _refusals(mesh)
     elif kind == "convolution":
         _convolution(mesh, *PLACED[name.removeprefix("by ")])
+    elif kind == "normalised":
+        _normalised(mesh, name)
     elif kind == "transposed":
         _transposed(mesh)
     elif check.startswith("a rule"):
@@ -259,6 +263,22 @@ def _transposed(mesh):
     inputs = _tensors([4, 4, 3, 3], [4, 2, 3, 3], [2])
     ours = lambda x, w, b: ops.convolution_transpose(x, w, b, 2, 1, 1)  # noqa: E731
     _compare(mesh, ours, inputs, ("S0", "R", "R"), "S0")
+
+
+def _normalised(mesh, name):
+    from bedstone.frameworks.torch import ops
+
+    if name == "whole":  # a batch's statistics are of all of it: its shards are gathered
+        inputs = _tensors([4, 3, 2, 2], [3], [3])
+        ours = lambda x, w, b: ops.batch_norm(x, w, b)[0]  # noqa: E731
+        _compare(mesh, ours, inputs, ("S0", "R", "R"), "R")
+        return
+    layer = lambda x, w, b: ops.layer_norm(x, 2, w, b)  # noqa: E731
+    for placed in ("S0", "S1"):
+        inputs = _tensors([4, 3, 5], [5], [5])
+        _compare(mesh, layer, inputs, (placed, "R", "R"), placed)
+    group = lambda x, w, b: ops.group_norm(x, 2, w, b)  # noqa: E731
+    _compare(mesh, group, _tensors([4, 6, 5], [6], [6]), ("S0", "R", "R"), "S0")
 
 
 def _images(mesh, name):

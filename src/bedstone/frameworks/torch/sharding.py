@@ -1,7 +1,8 @@
 """Sharded tensors (DTensor): rules for bedstone's operators, and convolution split over space.
 
 `register()` tells DTensor how each operator runs on shards as it is: any by batch, convolutions by
-channels (input channels leave partial sums), pooling by channels, pointwise work by any axis. A
+channels (input channels leave partial sums), pooling by channels, pointwise work by any axis,
+normalisations by axes that share no statistics. A
 convolution of an image cut along a spatial axis needs rows of its neighbours: these it is sent by
 `spatial_convolution`, and its gradient sends theirs back.
 """
@@ -117,6 +118,32 @@ def _softmax_rules(tensors: int) -> Callable[..., list[Rule]]:
     return rules
 
 
+def _norm_placements(axis: int, kind: str) -> list[Any]:
+    """Axes of x whose elements share no statistics, and are axes of the statistics too."""
+    return [Shard(a) for a in {"layer": range(axis), "group": (BATCH,)}.get(kind, ())]
+
+
+def _norm_rules(
+    x: Any, scale: Any, shift: Any, axis: int, groups: int, kind: str, epsilon: float
+) -> list[Rule]:
+    """Each row is (y, mean, inv_std), (x, scale, shift)."""
+    everywhere = [None if t is None else Replicate() for t in (scale, shift)]
+    placements = [Replicate(), *_norm_placements(axis, kind)]
+    return _completed([([p] * 3, [p, *everywhere]) for p in placements], 7)
+
+
+def _norm_backward_rules(
+    x: Any, scale: Any, mean: Any, inv_std: Any, dy: Any,
+    axis: int, groups: int, kind: str, epsilon: float,
+) -> list[Rule]:  # fmt: skip
+    """Each row is (dx, dscale, dshift), (x, scale, mean, inv_std, dy)."""
+    whole = None if scale is None else Replicate()
+    rules: list[Rule] = [([Replicate()] * 3, [Replicate(), whole, *[Replicate()] * 3])]
+    for p in _norm_placements(axis, kind):
+        rules.append(([p, Partial(), Partial()], [p, whole, p, p, p]))
+    return _completed(rules, 9)
+
+
 RULES: dict[str, Callable[..., list[Rule]]] = {
     "convolution": _convolution_rules,
     "convolution_backward_data": _data_rules,
@@ -130,6 +157,8 @@ RULES: dict[str, Callable[..., list[Rule]]] = {
     "adaptive_average_pool_backward": _image_rules(1, 1),
     "activation": _pointwise_rules(1),
     "activation_backward": _pointwise_rules(2),
+    "normalize": _norm_rules,
+    "normalize_backward": _norm_backward_rules,
     "softmax": _softmax_rules(1),
     "softmax_backward": _softmax_rules(2),
 }

@@ -15,6 +15,7 @@ from bedstone.frameworks.torch.ops.convolution import (
     convolution_backward_filter,
     convolution_transpose,
 )
+from bedstone.frameworks.torch.ops.normalization import batch_norm, group_norm, layer_norm
 from bedstone.frameworks.torch.ops.pointwise import activation, log_softmax, softmax
 from bedstone.frameworks.torch.ops.pooling import (
     adaptive_average_pool,
@@ -27,12 +28,15 @@ __all__ = [
     "activation",
     "adaptive_average_pool",
     "average_pool",
+    "batch_norm",
     "convolution",
     "convolution_backward_bias",
     "convolution_backward_data",
     "convolution_backward_filter",
     "convolution_transpose",
     "global_average_pool",
+    "group_norm",
+    "layer_norm",
     "log_softmax",
     "max_pool",
     "softmax",
