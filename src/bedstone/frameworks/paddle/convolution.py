@@ -76,7 +76,7 @@ def padding_pairs(
 
 @dataclass(frozen=True)
 class Windows:
-    """The attributes of a call, as a key."""
+    """The attributes of a call."""
 
     stride: Ints
     padding: Ints
@@ -93,7 +93,8 @@ class Windows:
         return ConvolutionDesc.of(len(sizes), pads, self.stride, dilation, self.groups)
 
 
-def _forward(x: TensorDesc, w: TensorDesc, how: Windows) -> Recipe:
+def _forward(x: TensorDesc, w: TensorDesc, *attributes: Any) -> Recipe:
+    how = Windows(*attributes)
     x = channels_second(x, how.last)
     conv = how.desc(x.dims[2:], w.dims[2:])
     dims = conv.output_dims(x.dims, w.dims)
@@ -101,15 +102,17 @@ def _forward(x: TensorDesc, w: TensorDesc, how: Windows) -> Recipe:
     return Recipe(problem, ((paddle_dims(dims, how.last), str(x.dtype)),))
 
 
-def _data(w: TensorDesc, dy: TensorDesc, how: Windows, dims: Ints) -> Recipe:
+def _data(w: TensorDesc, dy: TensorDesc, dims: Ints, *attributes: Any) -> Recipe:
     """dims: of dx, in PaddlePaddle's order."""
+    how = Windows(*attributes)
     dx = channels_second(TensorDesc.packed(dims, dy.dtype), how.last)
     conv = how.desc(dx.dims[2:], w.dims[2:])
     problem = ConvolutionProblem("backward_data", dx, w, channels_second(dy, how.last), conv)
     return Recipe(problem, ((dims, str(dy.dtype)),))
 
 
-def _filter(x: TensorDesc, dy: TensorDesc, how: Windows, dims: Ints) -> Recipe:
+def _filter(x: TensorDesc, dy: TensorDesc, dims: Ints, *attributes: Any) -> Recipe:
+    how = Windows(*attributes)
     x, dw = channels_second(x, how.last), TensorDesc.packed(dims, dy.dtype)
     conv = how.desc(x.dims[2:], dims[2:])
     problem = ConvolutionProblem("backward_filter", x, dw, channels_second(dy, how.last), conv)
@@ -124,7 +127,7 @@ class Convolution(Call):
 
     def understand(self, *attributes: Any) -> None:
         stride, padding, algorithm, dilation, groups, data_format = attributes
-        self.how = Windows(
+        self.how = (
             integers("strides", stride),
             integers("paddings", padding),
             algorithm,
@@ -135,16 +138,16 @@ class Convolution(Call):
 
     def forward(self) -> tuple[Any, Sequence[Tensor]]:
         x, w = self.tensors
-        (y,) = launch((self.name, "forward"), _forward, (x, w), (self.how,))
+        (y,) = launch((self.name, "forward"), _forward, (x, w), self.how)
         return y, (x, w)
 
     def backward(self, saved: Sequence[Tensor], dy: Tensor) -> Gradients:
         (x, w), dx, dw = saved, None, None
         if self.needs[0]:
-            settings = (self.how, tuple(x.shape))
+            settings = (tuple(x.shape), *self.how)
             (dx,) = launch((self.name, "backward_data"), _data, (w, dy), settings)
         if self.needs[1]:
-            settings = (self.how, tuple(w.shape))
+            settings = (tuple(w.shape), *self.how)
             (dw,) = launch((self.name, "backward_filter"), _filter, (x, dy), settings)
         return dx, dw
 
@@ -159,8 +162,9 @@ class GroupsFirst(Convolution):
         super().understand(stride, padding, algorithm, dilation, groups, data_format)
 
 
-def _transposed(w: TensorDesc, x: TensorDesc, how: Windows, extra: Ints, given: Ints) -> Recipe:
+def _transposed(w: TensorDesc, x: TensorDesc, extra: Ints, given: Ints, *attributes: Any) -> Recipe:
     """The result's size is the smallest that convolves to x's, plus `extra`; or it is `given`."""
+    how = Windows(*attributes)
     x = channels_second(x, how.last)
     conv = how.desc(x.dims[2:], w.dims[2:])
     rows = zip(x.dims[2:], w.dims[2:], conv.padding, conv.stride, conv.dilation)
@@ -175,15 +179,17 @@ def _transposed(w: TensorDesc, x: TensorDesc, how: Windows, extra: Ints, given: 
     return Recipe(problem, ((paddle_dims(dims, how.last), str(x.dtype)),))
 
 
-def _transposed_data(dy: TensorDesc, w: TensorDesc, how: Windows, dims: Ints) -> Recipe:
+def _transposed_data(dy: TensorDesc, w: TensorDesc, dims: Ints, *attributes: Any) -> Recipe:
     """dims: of dx, the transposed convolution's input, in PaddlePaddle's order."""
+    how = Windows(*attributes)
     dx = channels_second(TensorDesc.packed(dims, dy.dtype), how.last)
     conv = how.desc(dx.dims[2:], w.dims[2:])
     problem = ConvolutionProblem("forward", channels_second(dy, how.last), w, dx, conv)
     return Recipe(problem, ((dims, str(dy.dtype)),))
 
 
-def _transposed_filter(dy: TensorDesc, x: TensorDesc, how: Windows, dims: Ints) -> Recipe:
+def _transposed_filter(dy: TensorDesc, x: TensorDesc, dims: Ints, *attributes: Any) -> Recipe:
+    how = Windows(*attributes)
     dy, x = channels_second(dy, how.last), channels_second(x, how.last)
     conv, dw = how.desc(x.dims[2:], dims[2:]), TensorDesc.packed(dims, dy.dtype)
     problem = ConvolutionProblem("backward_filter", dy, dw, x, conv)
@@ -201,7 +207,7 @@ class Transposed(Call):
         stride, padding, extra, given, algorithm, groups, dilation, data_format = attributes
         self.extra = integers("output_padding", extra or ())
         self.given = () if given is None else integers("output_size", given)
-        self.how = Windows(
+        self.how = (
             integers("strides", stride),
             integers("paddings", padding),
             algorithm,
@@ -212,16 +218,16 @@ class Transposed(Call):
 
     def forward(self) -> tuple[Any, Sequence[Tensor]]:
         x, w = self.tensors
-        settings = (self.how, self.extra, self.given)
+        settings = (self.extra, self.given, *self.how)
         (y,) = launch((self.name, "forward"), _transposed, (w, x), settings)
         return y, (x, w)
 
     def backward(self, saved: Sequence[Tensor], dy: Tensor) -> Gradients:
         (x, w), dx, dw = saved, None, None
         if self.needs[0]:
-            settings = (self.how, tuple(x.shape))
+            settings = (tuple(x.shape), *self.how)
             (dx,) = launch((self.name, "backward_data"), _transposed_data, (dy, w), settings)
         if self.needs[1]:
-            settings = (self.how, tuple(w.shape))
+            settings = (tuple(w.shape), *self.how)
             (dw,) = launch((self.name, "backward_filter"), _transposed_filter, (dy, x), settings)
         return dx, dw

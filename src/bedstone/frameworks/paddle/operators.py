@@ -14,9 +14,19 @@ from typing import Any, ClassVar
 import paddle
 from paddle import Tensor
 from paddle.autograd import PyLayer
+from paddle.base.framework import _dygraph_tracer
 
 from bedstone.frameworks.paddle import report
 from bedstone.frameworks.paddle.plans import Native, check
+
+
+class Policy:
+    """always: how many have asked for bedstone's kernels where PaddlePaddle's are as fast too."""
+
+    always = 0
+
+
+policy = Policy()
 
 Native_ = Callable[..., Any]
 Gradients = Sequence[Tensor | None]
@@ -39,8 +49,13 @@ class Call:
         self.tensors = tuple(arguments[: self.leading])
         self.rest = tuple(arguments[self.leading :])
         self.needs: tuple[bool, ...] = ()
-        check(*self.tensors)
+        check(self.tensors)
         self.understand(*self.rest)
+
+    @classmethod
+    def slower(cls, name: str, x: Tensor) -> str | None:
+        """Why PaddlePaddle's own kernel is as fast for a first argument like this, if it is."""
+        return None
 
     def understand(self, *attributes: Any) -> None:
         """Read the attributes. Raises Native for those that bedstone does not compute with."""
@@ -92,8 +107,6 @@ class Differentiable(PyLayer):  # type: ignore[misc]
         ctx.call.tensors = ()  # the saved tensors are all that may stay alive
         ctx.versions = [t.inplace_version for t in record.saved]
         ctx.save_for_backward(*record.saved)
-        if isinstance(record.result, tuple):
-            ctx.mark_non_differentiable(*record.result[1:])
         return record.result
 
     @staticmethod
@@ -111,7 +124,7 @@ class Differentiable(PyLayer):  # type: ignore[misc]
         gradients = None
         if not paddle.is_grad_enabled():
             try:
-                check(dy)
+                check((dy,))
                 gradients = call.backward(saved, dy)
             except Native as why:
                 reason = str(why)
@@ -153,8 +166,12 @@ def _run(
     for keyword, value in keywords.items():
         if value is not None:
             raise Native(f"the keyword argument {keyword}")
-    if paddle.base.framework._dygraph_tracer()._amp_level != paddle.base.core.AmpLevel.O0:
+    if _dygraph_tracer()._amp_level.value:
         raise Native("automatic mixed precision chooses the dtype")
+    if not policy.always and arguments and isinstance(arguments[0], Tensor):
+        reason = kind.slower(name, arguments[0])
+        if reason:
+            raise Native(reason)
     try:
         call = kind(name, native, arguments)
     except (TypeError, ValueError) as error:  # the wrong number or kind of arguments

@@ -20,7 +20,7 @@ import paddle
 from bedstone import InvalidDescriptor
 from bedstone.frameworks.paddle import plans
 from bedstone.frameworks.paddle.convolution import Convolution, GroupsFirst, Transposed
-from bedstone.frameworks.paddle.operators import Call, replacement
+from bedstone.frameworks.paddle.operators import Call, policy, replacement
 from bedstone.frameworks.paddle.pointwise import Activation, Gelu, Relu, Sloped, Softmax
 from bedstone.frameworks.paddle.pooling import IndexedPooling, Pooling
 
@@ -36,7 +36,8 @@ LEFT_ALONE = ("paddle.base.libpaddle*", "paddle._pir_ops")
 _lock = threading.RLock()
 _depth: dict[str, int] = dict.fromkeys(OPERATORS, 0)  # how many have asked for each operator
 _undo: dict[str, list[tuple[Any, str, Any]]] = {}  # operator -> (module, attribute, original)
-_asked: list[tuple[str, ...]] = []  # the operators of each patch() not yet taken back
+_Asked = tuple[tuple[str, ...], bool]  # operators, `always`
+_asked: list[_Asked] = []  # of each patch() not yet taken back
 
 
 def _chosen(only: Sequence[str] | None, except_: Sequence[str]) -> tuple[str, ...]:
@@ -65,16 +66,20 @@ def _install(name: str) -> None:
                 setattr(module, attribute, ours)
 
 
-def _take(names: tuple[str, ...]) -> None:
+def _take(asked: _Asked) -> None:
+    names, always = asked
     with _lock:
+        policy.always += always
         for name in names:
             _depth[name] += 1
             if _depth[name] == 1:
                 _install(name)
 
 
-def _give_back(names: tuple[str, ...]) -> None:
+def _give_back(asked: _Asked) -> None:
+    names, always = asked
     with _lock:
+        policy.always -= always
         for name in names:
             _depth[name] -= 1
             if _depth[name] == 0:
@@ -84,18 +89,21 @@ def _give_back(names: tuple[str, ...]) -> None:
             plans.release()
 
 
-def patch(only: Sequence[str] | None = None, except_: Sequence[str] = ()) -> None:
+def patch(
+    only: Sequence[str] | None = None, except_: Sequence[str] = (), always: bool = False
+) -> None:
     """Replace PaddlePaddle's operators, in every thread, until `unpatch()`.
 
     only     names of operators of paddle._C_ops ("conv2d", ...); None for all that bedstone has
     except_  names to leave native
+    always   run bedstone's kernels also where PaddlePaddle's are known to be as fast
 
     Calls add up: each needs its own `unpatch()`. Raises InvalidDescriptor for an unknown name.
     """
-    names = _chosen(only, except_)
+    asked = (_chosen(only, except_), always)
     with _lock:
-        _take(names)
-        _asked.append(names)
+        _take(asked)
+        _asked.append(asked)
 
 
 def unpatch() -> None:
@@ -110,15 +118,17 @@ def unpatch() -> None:
 
 
 @contextlib.contextmanager
-def enable(only: Sequence[str] | None = None, except_: Sequence[str] = ()) -> Iterator[None]:
+def enable(
+    only: Sequence[str] | None = None, except_: Sequence[str] = (), always: bool = False
+) -> Iterator[None]:
     """`patch()` for the code inside the block (in every thread meanwhile). Blocks nest. Gradients
     of what was computed inside run on bedstone's kernels after the block too."""
-    names = _chosen(only, except_)
-    _take(names)
+    asked = (_chosen(only, except_), always)
+    _take(asked)
     try:
         yield
     finally:
-        _give_back(names)
+        _give_back(asked)
 
 
 def patched() -> tuple[str, ...]:

@@ -25,6 +25,9 @@ RECIPES_KEPT = 4096  # as many as a handle keeps plans
 WORKSPACE_LIMIT = 256 << 20
 
 DTYPES = {paddle.float32: "float32", paddle.float64: "float64"}
+# A PaddlePaddle built for the CPU has no other place to ask about.
+CPU_ONLY = not (paddle.is_compiled_with_cuda() or paddle.is_compiled_with_xpu())
+CPU = paddle.CPUPlace()
 RESULTS = {"float32": paddle.float32, "float64": paddle.float64, "int64": paddle.int64}
 
 
@@ -55,18 +58,22 @@ def _recipe(make: Maker, operands: tuple[Any, ...], settings: tuple[Any, ...]) -
         return str(reason)
 
 
-def check(*tensors: Any) -> None:
+def check(tensors: Sequence[Any]) -> None:
     """Raises Native unless all are tensors with elements, of one of our dtypes, on the CPU."""
+    dtype = None
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise Native("a static graph is being built, or an argument is no tensor")
-        if tensor.dtype not in DTYPES:
+        mine = DTYPES.get(tensor.dtype)
+        if mine is None:
             raise Native(f"dtype {str(tensor.dtype).rpartition('.')[2]}")
-        if tensor.dtype != tensors[0].dtype:
+        if dtype is not None and mine is not dtype:
             raise Native("tensors of several dtypes")
-        if not tensor.place.is_cpu_place():
+        dtype = mine
+        if not (CPU_ONLY or tensor.place.is_cpu_place()):
             raise Native("a tensor that is not on the CPU")
-        if not tensor.is_dense() or tensor.size == 0 or tensor.ndim == 0:
+        shape = tensor.shape
+        if not shape or 0 in shape or not tensor.is_dense():
             raise Native("a tensor that is sparse, distributed, empty or a scalar")
 
 
@@ -82,16 +89,16 @@ def launch(
     label    operator and direction, for the report
     inputs   the problem's first operands; then come the results, then `updated` in place
 
-    Raises Native where there is no kernel for it.
+    All have passed `check`. Raises Native where there is no kernel for it.
     """
     start = time.perf_counter()
-    operands = tuple((tuple(t.shape), tuple(t.strides), DTYPES[t.dtype]) for t in inputs)
+    dtype = DTYPES[inputs[0].dtype]
+    operands = tuple([(tuple(t.shape), tuple(t.strides), dtype) for t in inputs])
     recipe = _recipe(make, operands, settings)
     if isinstance(recipe, str):
         raise Native(recipe)
     plan = _plan(recipe.problem)
-    place = inputs[0].place
-    outputs = [_C_ops.empty(dims, RESULTS[dtype], place) for dims, dtype in recipe.outputs]
+    outputs = [_C_ops.empty(dims, RESULTS[kind], CPU) for dims, kind in recipe.outputs]
     pointers = [t.data_ptr() for t in (*inputs, *outputs, *updated)]
     plan(*pointers, workspace=_workspace(plan.workspace_size))
     report.add(*label, plan.algorithm, time.perf_counter() - start)
@@ -112,6 +119,7 @@ class _Scratch(threading.local):
     """One workspace a thread, kept: fresh memory costs more to map than most kernels to run."""
 
     buffer: Tensor | None = None
+    size = 0
 
 
 _scratch = _Scratch()
@@ -120,9 +128,10 @@ _scratch = _Scratch()
 def _workspace(size: int) -> int:
     if size == 0:
         return 0
-    if _scratch.buffer is None or _scratch.buffer.size < size:
+    if _scratch.buffer is None or _scratch.size < size:
         _scratch.buffer = None
-        _scratch.buffer = _C_ops.empty([size], paddle.uint8, paddle.CPUPlace())
+        _scratch.buffer = _C_ops.empty([size], paddle.uint8, CPU)
+        _scratch.size = size
     return int(_scratch.buffer.data_ptr())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -50,14 +51,21 @@ class Softmax(Call):
         return (gradient(*saved, dy, *self.rest),)
 
 
-def _activation(x: TensorDesc, how: ActivationDesc) -> Recipe:
+@functools.cache
+def _from_y(kind: str) -> bool:
+    return ActivationDesc(kind).backward_from_y
+
+
+def _activation(x: TensorDesc, *how: Any) -> Recipe:
     y = TensorDesc.packed(x.dims, x.dtype)
-    return Recipe(ActivationProblem("forward", x, y, how), ((x.dims, str(x.dtype)),))
+    return Recipe(
+        ActivationProblem("forward", x, y, ActivationDesc(*how)), ((x.dims, str(x.dtype)),)
+    )
 
 
-def _activation_backward(saved: TensorDesc, dy: TensorDesc, how: ActivationDesc) -> Recipe:
+def _activation_backward(saved: TensorDesc, dy: TensorDesc, *how: Any) -> Recipe:
     dx = TensorDesc.packed(dy.dims, dy.dtype)
-    problem = ActivationProblem("backward", dx, dy, how, saved=saved)
+    problem = ActivationProblem("backward", dx, dy, ActivationDesc(*how), saved=saved)
     return Recipe(problem, ((dy.dims, str(dy.dtype)),))
 
 
@@ -70,16 +78,16 @@ class Activation(Call):
     def understand(self, *attributes: Any) -> None:
         if any(attribute is not None for attribute in attributes):  # (a layer's name, if any)
             raise Native(f"arguments not understood: {attributes}")
-        self.how = ActivationDesc(self.name)
+        self.how = (self.name,)
 
     def forward(self) -> tuple[Any, Sequence[Tensor]]:
-        (y,) = launch((self.name, "forward"), _activation, self.tensors, (self.how,))
+        (y,) = launch((self.name, "forward"), _activation, self.tensors, self.how)
         # Detached: a graph node that holds its own result would never be freed.
-        return y, (*self.tensors, y.detach()) if self.how.backward_from_y else self.tensors
+        return y, (*self.tensors, y.detach()) if _from_y(self.how[0]) else self.tensors
 
     def backward(self, saved: Sequence[Tensor], dy: Tensor) -> Gradients:
         operands = (saved[-1], dy)
-        return launch((self.name, "backward"), _activation_backward, operands, (self.how,))
+        return launch((self.name, "backward"), _activation_backward, operands, self.how)
 
 
 class Relu(Activation):
@@ -102,7 +110,7 @@ class Gelu(Activation):
 
     def understand(self, *attributes: Any) -> None:
         (approximate,) = attributes
-        self.how = ActivationDesc("gelu_tanh" if approximate else "gelu")
+        self.how = ("gelu_tanh" if approximate else "gelu",)
 
 
 class Sloped(Activation):
@@ -114,4 +122,4 @@ class Sloped(Activation):
         (alpha,) = attributes
         if not isinstance(alpha, (int, float)):
             raise Native("a coefficient that is no number")
-        self.how = ActivationDesc(self.name, float(alpha))
+        self.how = (self.name, float(alpha))

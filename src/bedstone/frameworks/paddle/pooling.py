@@ -27,7 +27,7 @@ from bedstone.spec.pooling import adaptive_average_problem
 
 @dataclass(frozen=True)
 class Windows:
-    """The attributes of a call, as a key. kind: "max", "avg" or "adaptive"; for the last,
+    """The attributes of a call. kind: "max", "avg" or "adaptive"; for the last,
     `window` is the size of the result."""
 
     kind: str
@@ -40,39 +40,37 @@ class Windows:
     whole: bool
     last: bool
 
+    def pads(self, x: Ints) -> tuple[tuple[int, int], ...]:
+        """(low, high) an axis."""
+        if self.whole:
+            return ((0, 0),) * len(x[2:])
+        return padding_pairs(self.padding, self.algorithm, x[2:], self.window, self.stride)
+
     def desc(self, x: Ints) -> PoolingDesc:
         """For images of dims N, C, spatial."""
-        sizes = x[2:]
-        if self.whole:
-            window, stride, pads = sizes, self.stride, ((0, 0),) * len(sizes)
-        else:
-            window, stride = self.window, self.stride
-            pads = padding_pairs(self.padding, self.algorithm, sizes, window, stride)
+        window = x[2:] if self.whole else self.window
         if self.kind == "max":
             mode = "max"
         else:
             mode = f"average_{'exclude' if self.exclusive else 'include'}_padding"
-        return PoolingDesc.of(mode, window, len(sizes), pads, stride, 1, "given")
+        # PaddlePaddle's windows end at the low padding's width on both sides: it is the divisor's
+        # limit; the high padding decides no more than the number of windows.
+        low = tuple((pad[0], pad[0]) for pad in self.pads(x))
+        return PoolingDesc.of(mode, window, len(window), low, self.stride, 1, "given")
 
     def sizes(self, x: Ints, pool: PoolingDesc) -> Ints:
         """The result's spatial sizes, rounded down or up."""
         sizes = []
-        rows = zip(x[2:], pool.window, pool.padding, pool.stride)
-        for h, r, pad, u in rows:
+        for h, r, pad, u in zip(x[2:], pool.window, self.pads(x), pool.stride):
             room = h + sum(pad) - r
             if room < 0:
                 raise Native("a window larger than the padded input")
             sizes.append((room + (u - 1 if self.ceil else 0)) // u + 1)
-            overrun = (sizes[-1] - 1) * u + r > h + sum(pad)
-            if overrun and pool.mode == "average_include_padding":
-                # PaddlePaddle divides by the whole window, beyond the padding too.
-                raise Native("an average that counts what lies beyond the padding")
-            if (sizes[-1] - 1) * u >= h + pad[0]:
-                raise Native("a window that holds no element of the input")
         return tuple(sizes)
 
 
-def _forward(x: TensorDesc, how: Windows) -> Recipe:
+def _forward(x: TensorDesc, *attributes: Any) -> Recipe:
+    how = Windows(*attributes)
     x = channels_second(x, how.last)
     if how.kind == "adaptive":
         dims = (*x.dims[:2], *how.window)
@@ -84,8 +82,9 @@ def _forward(x: TensorDesc, how: Windows) -> Recipe:
     return Recipe(problem, ((paddle_dims(dims, how.last), str(x.dtype)),))
 
 
-def _backward(dy: TensorDesc, how: Windows, dims: Ints) -> Recipe:
+def _backward(dy: TensorDesc, dims: Ints, *attributes: Any) -> Recipe:
     """Of an average; dims: of dx, in PaddlePaddle's order."""
+    how = Windows(*attributes)
     dx = channels_second(TensorDesc.packed(dims, dy.dtype), how.last)
     dy = channels_second(dy, how.last)
     if how.kind == "adaptive":
@@ -95,7 +94,8 @@ def _backward(dy: TensorDesc, how: Windows, dims: Ints) -> Recipe:
     return Recipe(problem, ((dims, str(dy.dtype)),))
 
 
-def _max_backward(x: TensorDesc, dy: TensorDesc, how: Windows) -> Recipe:
+def _max_backward(x: TensorDesc, dy: TensorDesc, *attributes: Any) -> Recipe:
+    how = Windows(*attributes)
     dims = x.dims
     dx = channels_second(TensorDesc.packed(dims, dy.dtype), how.last)
     x, dy = channels_second(x, how.last), channels_second(dy, how.last)
@@ -116,7 +116,7 @@ class Pooling(Call):
             raise Native(f"pooling_type {kind}")
         if adaptive and kind == "max":
             raise Native("adaptive maximum")
-        self.how = Windows(
+        self.how = (
             "adaptive" if adaptive and not whole else kind,
             integers("kernel_size", window),
             integers("strides", stride),
@@ -129,17 +129,18 @@ class Pooling(Call):
         )
 
     def forward(self) -> tuple[Any, Sequence[Tensor]]:
-        (y,) = launch((self.name, "forward"), _forward, self.tensors, (self.how,))
+        (y,) = launch((self.name, "forward"), _forward, self.tensors, self.how)
         return y, self.tensors
 
     def backward(self, saved: Sequence[Tensor], dy: Tensor) -> Gradients:
         (x,), label = saved, (self.name, "backward")
-        if self.how.kind == "max":
-            return launch(label, _max_backward, (x, dy), (self.how,))
-        return launch(label, _backward, (dy,), (self.how, tuple(x.shape)))
+        if self.how[0] == "max":
+            return launch(label, _max_backward, (x, dy), self.how)
+        return launch(label, _backward, (dy,), (tuple(x.shape), *self.how))
 
 
-def _indexed(x: TensorDesc, how: Windows) -> Recipe:
+def _indexed(x: TensorDesc, *attributes: Any) -> Recipe:
+    how = Windows(*attributes)
     pool = how.desc(x.dims)
     dims = (*x.dims[:2], *how.sizes(x.dims, pool))
     y, indices = TensorDesc.packed(dims, x.dtype), TensorDesc.packed(dims, "int64")
@@ -157,7 +158,9 @@ class IndexedPooling(Call):
         window, stride, padding, whole, adaptive, ceil = attributes
         if adaptive:
             raise Native("adaptive maximum")
-        self.how = Windows(
+        if len(padding) != len(window):
+            raise Native("padding given per side, which the operator does not take")
+        self.how = (
             "max",
             integers("kernel_size", window),
             integers("strides", stride),
@@ -170,9 +173,9 @@ class IndexedPooling(Call):
         )
 
     def forward(self) -> tuple[Any, Sequence[Tensor]]:
-        y, indices = launch((self.name, "forward"), _indexed, self.tensors, (self.how,))
+        y, indices = launch((self.name, "forward"), _indexed, self.tensors, self.how)
         return (y, paddle._C_ops.cast(indices, paddle.int32)), self.tensors
 
     def backward(self, saved: Sequence[Tensor], dy: Tensor) -> Gradients:
         # The maxima are found again: reading the input is cheaper than scattering by index.
-        return launch((self.name, "backward"), _max_backward, (*saved, dy), (self.how,))
+        return launch((self.name, "backward"), _max_backward, (*saved, dy), self.how)
