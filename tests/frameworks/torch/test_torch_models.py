@@ -45,6 +45,10 @@ NAMES = sorted(SMALL)
 FULL_SIZE = 224
 
 
+def slow(name):
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
 def transformers_model(name, **settings):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(SEED)
@@ -99,7 +103,7 @@ def test_vision(name, mode):
     check(model, logits, torch.randn(4, 3, 64, 64), kernels=10)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["ResNet", *(slow(n) for n in NAMES if n != "ResNet")])
 def test_vision_channels_last(name):
     model = transformers_model(name, num_labels=10, **SMALL[name]).eval()
     model = model.to(memory_format=torch.channels_last)
