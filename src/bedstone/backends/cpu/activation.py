@@ -17,7 +17,7 @@ from bedstone.backends.cpu.builder import F64, KernelBuilder
 from bedstone.backends.cpu.elementwise import PointwiseAlgorithm, Stream, emit_map
 from bedstone.backends.cpu.kernel import ENTRY
 from bedstone.backends.cpu.target import Target
-from bedstone.backends.cpu.values import Float
+from bedstone.backends.cpu.values import Float, FloatLike
 from bedstone.spec.activation import GELU_CUBIC, GELU_SCALE, ActivationDesc, ActivationProblem
 
 LOWEST = {False: -3.4028234663852886e38, True: -1.7976931348623157e308}  # finite; is float64?
@@ -62,9 +62,10 @@ def elu(x: Float, alpha: float) -> Float:
     return x.k.select(x > 0.0, x, vm.expm1(vm.at_most(x, 0.0)) * alpha)
 
 
-def inside(y: Float, low: float, high: float, slope: float) -> Float:
+def inside(y: Float, low: FloatLike, high: FloatLike, slope: FloatLike) -> Float:
     """`slope` strictly between the bounds, else 0."""
-    return y.k.select((y > low) & (y < high), vm.constant_like(y, slope), 0.0)
+    slope = slope if isinstance(slope, Float) else vm.constant_like(y, slope)
+    return y.k.select((y > low) & (y < high), slope, 0.0)
 
 
 def hard_swish_derivative(x: Float, a: float, b: float) -> Float:
@@ -98,7 +99,7 @@ def gelu_tanh_derivative(x: Float) -> Float:
     return s * k.fma(x * complement, slope, 1.0)
 
 
-Formula = Callable[[Float, float, float], Float]
+Formula = Callable[[Float, FloatLike, FloatLike], Float]
 
 FORWARD: dict[str, Formula] = {
     "relu": lambda x, a, b: vm.at_least(x, 0.0),
@@ -142,9 +143,14 @@ def emit_activation(k: KernelBuilder, desc: ActivationDesc, x: Float) -> Float:
 
 def emit_derivative(k: KernelBuilder, desc: ActivationDesc, saved: Float) -> Float:
     """f'(x), from y where `desc.backward_from_y`, else from x."""
-    slope = DERIVATIVE[desc.kind](saved, desc.alpha, desc.beta)
-    if desc.kind in COMPARISONS_ONLY:
-        slope = k.select(saved.is_nan(), saved, slope)
+    return derivative(desc.kind, saved, desc.alpha, desc.beta)
+
+
+def derivative(kind: str, saved: Float, alpha: FloatLike, beta: FloatLike) -> Float:
+    """As emit_derivative, of coefficients that may be known at run time only."""
+    slope = DERIVATIVE[kind](saved, alpha, beta)
+    if kind in COMPARISONS_ONLY:
+        slope = saved.k.select(saved.is_nan(), saved, slope)
     return slope
 
 

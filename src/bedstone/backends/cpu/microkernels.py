@@ -88,9 +88,9 @@ def computed_size(shape: tuple[int, int], lanes: int, rows: int, columns: int) -
     return computed * SHALLOW.get(shape, 1.0)
 
 
-def emit_tile(k: KernelBuilder, tile: Tile) -> None:
-    """The function TILE(a, b, c, depth, add): c = a b, or c += a b if add is not 0."""
-    with k.function(TILE, I64, I64, I64, I64, I64) as (a, b, c, depth, add):
+def emit_tile(k: KernelBuilder, tile: Tile, name: str = TILE) -> None:
+    """The function name(a, b, c, depth, add): c = a b, or c += a b if add is not 0."""
+    with k.function(name, I64, I64, I64, I64, I64) as (a, b, c, depth, add):
         zero = k.constant(0.0, tile.dtype, tile.lanes)
         sums = [[k.variable(zero) for _ in range(tile.vectors)] for _ in range(tile.rows)]
         step = tile.lanes * tile.item

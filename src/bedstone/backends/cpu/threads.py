@@ -69,7 +69,7 @@ def runtime() -> LoadedObject:
 
 def emit_pool(target: Target) -> KernelBuilder:
     """The module of the pool."""
-    pool = Pool(target)
+    pool = Pool(KernelBuilder(target, "pool"))
     pool.emit_start()
     pool.emit_after_fork()
     pool.emit_scratch()
@@ -82,8 +82,8 @@ def emit_pool(target: Target) -> KernelBuilder:
 class Pool:
     """Emits the pool's functions."""
 
-    def __init__(self, target: Target) -> None:
-        self.k = KernelBuilder(target, "pool")
+    def __init__(self, k: KernelBuilder) -> None:
+        self.k = k
         self.state_global = ir.GlobalVariable(self.k.module, ir.ArrayType(I8, STATE_BYTES), "state")
         self.state_global.linkage = "internal"
         self.state_global.initializer = ir.Constant(self.state_global.value_type, None)
@@ -121,6 +121,14 @@ class Pool:
 
     def address_of(self, name: str) -> Int:
         return Int(self.k, self.k.ir.ptrtoint(self.k.module.globals[name], I64))
+
+    def enter(self) -> Mask:
+        """Take the pool; false if another caller has it."""
+        return self.swap(self.state + BUSY, 0, 1)
+
+    def leave(self) -> None:
+        """Give the pool back."""
+        self.write(0, self.state + BUSY, "release")
 
     # Functions -------------------------------------------------------------------------------
 
@@ -169,10 +177,11 @@ class Pool:
         k = self.k
         with k.function("run", I64, I64, I64, I64) as (job, frame, counter, size):
             scratch = k.variable(0)
-            with k.if_(size > 0):
-                which = ir.Constant(I64, JOB_SCRATCH)
-                block = k.ir.call(k.module.globals[SCRATCH_SYMBOL], [which, size.ir])
-                scratch.set(Int(k, block))
+            if SCRATCH_SYMBOL in k.module.globals:
+                with k.if_(size > 0):
+                    which = ir.Constant(I64, JOB_SCRATCH)
+                    block = k.ir.call(k.module.globals[SCRATCH_SYMBOL], [which, size.ir])
+                    scratch.set(Int(k, block))
             type_ = ir.FunctionType(VOID, [I64] * JOB_ARGUMENTS)
             function = k.ir.inttoptr(job.ir, type_.as_pointer())
             k.ir.call(function, [frame.ir, counter.ir, scratch.value.ir])
@@ -219,7 +228,7 @@ class Pool:
             helpers = k.min(k.min(threads, tasks) - 1, MAX_WORKERS)
             entered = k.variable(0)
             with k.if_(helpers > 0):
-                entered.set(k.select(self.swap(self.state + BUSY, 0, 1), 1, 0))
+                entered.set(k.select(self.enter(), 1, 0))
             with k.if_else(entered.value.ne(0)) as (together, alone):
                 with together:
                     self._create_workers(helpers)
@@ -227,7 +236,7 @@ class Pool:
                     order = self._give_orders(helpers, job, frame, scratch)
                     k.call("run", job, frame, self.state + COUNTER, scratch)
                     self._meet(helpers, order)
-                    self.write(0, self.state + BUSY, "release")
+                    self.leave()
                 with alone, k.if_(tasks > 0):
                     counter = k.alloca(8)
                     self.write(0, counter)
