@@ -32,6 +32,7 @@ class Place:
     def __init__(self, argument: str, desc: TensorDesc, written: bool = False) -> None:
         self.argument, self.desc, self.written = argument, desc, written
         self.itemsize, self.numpy = desc.dtype.itemsize, desc.dtype.numpy
+        self.typed = desc.dtype is not DType.uint8  # else bytes: a workspace
         low, high = desc.offset_range()
         self.low, self.high = low * self.itemsize, (high + 1) * self.itemsize
 
@@ -83,7 +84,7 @@ class Place:
             )
 
     def _in_array(self, array: np.ndarray[Any, Any]) -> int:
-        if array.dtype != self.numpy and array.dtype != np.uint8:
+        if self.typed and array.dtype != self.numpy and array.dtype != np.uint8:
             raise InvalidDescriptor(self.argument, str(array.dtype), f"an array of {self.desc}")
         if self.written and not array.flags.writeable:
             raise InvalidDescriptor(self.argument, "a read-only array", "memory to write to")
@@ -102,7 +103,7 @@ class Place:
         return start
 
     def _in_reference(self, ref: ArrayRef) -> int:
-        if ref.desc.dtype is not self.desc.dtype and ref.desc.dtype is not DType.uint8:
+        if self.typed and ref.desc.dtype not in (self.desc.dtype, DType.uint8):
             raise InvalidDescriptor(self.argument, str(ref.desc), f"an array of {self.desc}")
         if self.written and ref.readonly:
             raise InvalidDescriptor(self.argument, "a read-only array", "memory to write to")
