@@ -42,10 +42,15 @@ class Through:
         self.call(dict(zip(names, pointers)), alpha, beta, workspace)
 
 
+def nans(desc: bedstone.TensorDesc) -> Any:
+    """Memory of a packed tensor, full of NaN (tests on a GPU put their own in its place)."""
+    return np.full(desc.dims, np.nan, desc.dtype.numpy)
+
+
 def unread(desc: bedstone.TensorDesc) -> tuple[int, Any]:
     """A descriptor of those dims, and NaNs for it."""
     plain = bedstone.TensorDesc.packed(desc.dims, desc.dtype)
-    return tensor(plain), np.full(desc.dims, np.nan, desc.dtype.numpy)
+    return tensor(plain), nans(plain)
 
 
 def add_mode(problem: bedstone.TensorOpProblem) -> int:
