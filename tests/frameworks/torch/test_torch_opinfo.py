@@ -47,7 +47,7 @@ NAMES = CONVOLUTIONS + POOLS + ROWS + ACTIVATIONS + NORMALISATIONS
 DTYPES = {torch.float32: NAMES, torch.float64: NAMES, torch.bfloat16: NAMES}
 # Of the largest result. bfloat16: each side rounds results of its own, PyTorch some sums too.
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2}
-SMALLEST_SCALE = 1e-2  # a result far below the inputs is a sum that cancelled
+SMALLEST_SCALE = 5e-2  # a result far below the inputs is a sum that cancelled
 SAMPLES = 12  # of an operator and dtype, spread over the database's
 OPERATORS = {
     op.name: op for op in op_db if op.name in NAMES and op.variant_test_name in ("", "cuda")
@@ -112,16 +112,19 @@ def test_samples(name, dtype):
         running = [t.clone() for t in _tensors((sample.args, sample.kwargs))]
         native = _run(op, sample, seed)
         _restore(sample, running)
-        with bedstone_torch.enable():
+        with bedstone_torch.enable(least=0):
             patched = _run(op, sample, seed)
         _restore(sample, running)
         for kind, ours, theirs in zip(("result", "gradient"), patched, native):
             assert len(ours) == len(theirs)
             for j, (got, wanted) in enumerate(zip(ours, theirs)):
                 _close(got, wanted, TOLERANCE[dtype], f"sample {i}, {kind} {j}, {sample}")
-    assert bedstone_torch.report().own_calls > 0, (
-        f"no kernel of ours ran\n{bedstone_torch.report()}"
-    )
+    # Left to PyTorch: uneven windows, which most samples have; statistics kept in bfloat16.
+    left = "adaptive" in name or (dtype is torch.bfloat16 and name in NORMALISATIONS)
+    if not left:
+        assert bedstone_torch.report().own_calls > 0, (
+            f"no kernel of ours ran\n{bedstone_torch.report()}"
+        )
 
 
 def _restore(sample, tensors):
@@ -139,7 +142,7 @@ def test_errors(name):
     for error in op.error_inputs("cpu"):
         sample = error.sample_input
         told = [_told(op, sample)]
-        with bedstone_torch.enable():
+        with bedstone_torch.enable(least=0):
             told.append(_told(op, sample))
         assert told[0] is not None and told[0] == told[1], f"{sample}: {told}"
 

@@ -1,0 +1,381 @@
+"""One call of one of PyTorch's operators: from its arguments to plans, remembered by their layout.
+
+An `Operator` says how to describe a call as problems (`describe`). What comes out, plans or a
+reason for leaving the call to PyTorch, is kept by the shapes, strides, dtypes and settings of the
+arguments, so that a repeated call costs a look-up, the allocation of its results and the kernels.
+
+The first call of every kind runs PyTorch's kernel too: its errors are raised as they are, and the
+strides of its results are taken over.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bedstone import InvalidDescriptor, NotSupported, Plan, Problem, TensorDesc, default_handle
+from bedstone.frameworks.torch import report
+
+KINDS_KEPT = 8192  # of calls; then the dictionary of an operator starts anew
+# Bytes that a plan may use beside its operands: the transforms of the fastest algorithms.
+WORKSPACE_LIMIT = 256 << 20
+# A pointwise call on fewer elements is over sooner than Python has prepared it.
+LEAST_ELEMENTS = 1 << 15
+# `find`: calls of each side that are timed, and seconds that may go into them.
+TRIALS, TRIAL_SECONDS = 5, 0.5
+SETTLE_SECONDS = 0.012  # OpenMP's threads keep spinning for some milliseconds after a call
+
+
+class Native(Exception):
+    """This call is left to PyTorch; the message says why."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A problem, and the tensors of its operands: numbers of arguments, or ~n for result n."""
+
+    problem: Problem
+    operands: tuple[int, ...]
+    alpha: float = 1.0
+    beta: float = 0.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """Memory of a result."""
+
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def like(cls, tensor: Tensor) -> Result:
+        """Of the same dims, strides and dtype."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+class Call:
+    """The arguments of a call and the results it will have, as `describe` sees them."""
+
+    def __init__(
+        self, arguments: Sequence[Any], keywords: dict[str, Any], results: list[Result | None]
+    ) -> None:
+        self.arguments, self.keywords, self.results = arguments, keywords, results
+
+    def __getitem__(self, number: int) -> Any:
+        return self.arguments[number]
+
+    def has(self, number: int) -> bool:
+        """Whether an optional tensor, or a result, is there."""
+        if number >= 0:
+            return self.arguments[number] is not None
+        return ~number < len(self.results) and self.results[~number] is not None
+
+    def desc(self, number: int, rank: int = 0) -> TensorDesc:
+        """The descriptor of an argument, or of result ~number; with `rank`, of at least that rank,
+        an image without a batch being a batch of one."""
+        if number >= 0:
+            tensor = self.arguments[number]
+            dims, strides, dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
+        else:
+            result = self.results[~number]
+            if result is None:
+                raise Native("a result that PyTorch does not give")
+            dims, strides, dtype = result.dims, result.strides, result.dtype
+        if not dims:
+            raise Native("a tensor of no dimension")
+        if len(dims) == rank - 1:
+            dims, strides = (1, *dims), (dims[0] * strides[0], *strides)
+        if rank and len(dims) != rank:
+            raise Native(f"a tensor of {len(dims)} dims")
+        return TensorDesc(dims, strides, _dtype(dtype))
+
+    @property
+    def math(self) -> str:
+        """The accuracy that PyTorch's settings ask of a convolution."""
+        first = self.arguments[0]
+        tf32 = torch.backends.cudnn.allow_tf32 and first.dtype is torch.float32
+        return "tf32" if tf32 and first.device.type == "cuda" else "ieee"
+
+
+_DTYPES = {
+    torch.float32: "float32", torch.float64: "float64", torch.float16: "float16",
+    torch.bfloat16: "bfloat16", torch.int64: "int64",
+}  # fmt: skip
+
+
+def _dtype(dtype: torch.dtype) -> Any:
+    name = _DTYPES.get(dtype)
+    if name is None:
+        raise Native(f"dtype {str(dtype).removeprefix('torch.')}")
+    return name
+
+
+Describe = Callable[[Call], Sequence[Step]]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A kind of call that is ours: its plans, and the results to allocate."""
+
+    steps: tuple[tuple[Plan, tuple[int, ...], float, float], ...]
+    results: tuple[Result | int | None, ...]  # a number: the argument that is returned
+    single: bool
+    workspace: int
+    device: torch.device
+    key: str  # for the report
+
+    @property
+    def algorithms(self) -> str:
+        """Their names."""
+        return ", ".join(plan.algorithm for plan, *_ in self.steps)
+
+    @property
+    def problems(self) -> str:
+        """Their lines."""
+        return "; ".join(str(plan.problem) for plan, *_ in self.steps)
+
+    def run(self, arguments: Sequence[Any]) -> Any:
+        """Allocate the results and fill them."""
+        device = self.device
+        results: list[Any] = []
+        for made in self.results:
+            if isinstance(made, Result):
+                made = torch.empty_strided(made.dims, made.strides, dtype=made.dtype, device=device)
+            elif made is not None:
+                made = arguments[made]
+            results.append(made)
+        stream, workspace = 0, 0
+        if device.type != "cpu":
+            stream = torch.cuda.current_stream(device).cuda_stream
+        if self.workspace:
+            memory = _workspace(self.workspace, device)
+            workspace = memory.data_ptr()
+        for plan, operands, alpha, beta in self.steps:
+            pointers = [(arguments[i] if i >= 0 else results[~i]).data_ptr() for i in operands]
+            plan(*pointers, workspace=workspace, alpha=alpha, beta=beta, stream=stream)
+        return results[0] if self.single else tuple(results)
+
+
+class _Local(threading.local):
+    memory: Tensor | None = None  # a workspace, kept: fresh memory costs more than most kernels
+    native = 0  # depth of calls of PyTorch's kernels, whose own calls are left alone
+
+
+_local = _Local()
+
+
+def _workspace(size: int, device: torch.device) -> Tensor:
+    if device.type != "cpu":  # PyTorch keeps that memory, stream by stream
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    if _local.memory is None or _local.memory.numel() < size:
+        _local.memory = None
+        _local.memory = torch.empty(size, dtype=torch.uint8)
+    return _local.memory
+
+
+def _signature(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.shape, argument.stride(), argument.dtype, argument.device
+    return tuple(argument) if isinstance(argument, list) else argument
+
+
+@dataclass
+class Settings:
+    """What `patch` was asked for. `watch` sees every call that is ours (explain)."""
+
+    least: int = LEAST_ELEMENTS
+    find: bool = False
+    active: Callable[[], bool] | None = None
+    watch: Callable[[Operator, Ready, Callable[[], Any], Callable[[], Any]], None] | None = None
+
+
+settings = Settings()
+
+
+class Operator:
+    """One operator of PyTorch.
+
+    name      "convolution", "relu_"
+    describe  a call -> steps; raises Native or InvalidDescriptor where it is not ours
+    results   for an operator that writes to an argument, so that PyTorch's kernel cannot be tried
+              beside: the results of a call (a number for an argument that is returned); None to
+              try it
+    pointwise whether small calls are left to PyTorch
+    """
+
+    def __init__(
+        self,
+        name: str,
+        describe: Describe,
+        results: Callable[[Sequence[Any]], list[Result | int | None] | None] | None = None,
+        pointwise: bool = False,
+    ) -> None:
+        self.name, self.describe, self.pointwise = name, describe, pointwise
+        self._results = results
+        self._known: dict[Any, Ready | str] = {}
+
+    def forget(self) -> None:
+        """Decide anew from now on."""
+        self._known.clear()
+
+    def call(self, native: Any, keyset: Any, arguments: Sequence[Any], keywords: Any) -> Any:
+        """The operator's result, ours or PyTorch's."""
+        if _local.native or torch._C._get_tracing_state() is not None:
+            # A traced graph must hold the operator itself, and what it calls.
+            return native.call_boxed(keyset, *arguments, **keywords)
+        if settings.active is not None and not settings.active():
+            return self._native(native, keyset, arguments, keywords, "outside of the layers named")
+        if self.pointwise and arguments[0].numel() < settings.least:
+            reason = f"fewer than {settings.least} elements"
+            return self._native(native, keyset, arguments, keywords, reason)
+        key = tuple([_signature(a) for a in arguments])
+        if keywords:
+            key += tuple(keywords.values())
+        known = self._known.get(key)
+        if known is None:
+            return self._first(native, keyset, arguments, keywords, key)
+        if isinstance(known, str):
+            return self._native(native, keyset, arguments, keywords, known)
+        report.own(self.name, known.key)
+        if settings.watch is not None:
+            return self._watched(known, native, keyset, arguments, keywords)
+        return known.run(arguments)
+
+    def _native(
+        self, native: Any, keyset: Any, arguments: Sequence[Any], keywords: Any, reason: str
+    ) -> Any:
+        report.native(self.name, reason)
+        return self._plain(native, keyset, arguments, keywords)
+
+    @staticmethod
+    def _plain(native: Any, keyset: Any, arguments: Sequence[Any], keywords: Any) -> Any:
+        _local.native += 1
+        try:
+            return native.call_boxed(keyset, *arguments, **keywords)
+        finally:
+            _local.native -= 1
+
+    def _first(
+        self, native: Any, keyset: Any, arguments: Sequence[Any], keywords: Any, key: Any
+    ) -> Any:
+        """A kind of call that has not been seen: decide."""
+        if len(self._known) >= KINDS_KEPT:
+            self._known.clear()
+        given, made = None, None
+        if self._results is not None:
+            made = self._results(arguments)
+        if made is None:
+            given = self._plain(native, keyset, arguments, keywords)
+        try:
+            known: Ready | str = self._plan(arguments, keywords, given, made)
+        except (Native, InvalidDescriptor, NotSupported) as error:
+            known = str(error).splitlines()[0]
+        if isinstance(known, Ready) and settings.find and given is not None:
+            known = self._quicker(known, native, keyset, arguments, keywords)
+        self._known[key] = known
+        if isinstance(known, str):
+            report.native(self.name, known)
+            if given is None:
+                return self._plain(native, keyset, arguments, keywords)
+            return given
+        report.own(self.name, known.key)
+        if settings.watch is not None:
+            return self._watched(known, native, keyset, arguments, keywords)
+        return known.run(arguments)
+
+    def _plan(
+        self, arguments: Sequence[Any], keywords: Any, given: Any,
+        made: list[Result | int | None] | None,
+    ) -> Ready:  # fmt: skip
+        tensors = [a for a in arguments if isinstance(a, Tensor)]
+        device = tensors[0].device
+        if any(t.device != device for t in tensors):
+            raise Native("tensors on several devices")
+        if any(t.numel() == 0 for t in tensors):
+            raise Native("an empty tensor")
+        if any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors):
+            raise Native("a subclass of Tensor")
+        single = isinstance(given, Tensor) or (made is not None and len(made) == 1)
+        if made is None:
+            outputs = [given] if single else list(given)
+            made = [None if t is None else Result.like(t) for t in outputs]
+        shown = [Result.like(arguments[r]) if isinstance(r, int) else r for r in made]
+        steps = self.describe(Call(*self._complete(arguments, keywords), shown))
+        name = "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
+        handle = default_handle(name)
+        found = []
+        for step in steps:
+            plan = handle.plan(step.problem, workspace_limit=WORKSPACE_LIMIT)
+            if plan.algorithm.startswith("reference:"):
+                raise Native("no compiled kernel for this problem")
+            found.append((plan, step.operands, step.alpha, step.beta))
+        names = ", ".join(plan.algorithm for plan, *_ in found)
+        workspace = max((plan.workspace_size for plan, *_ in found), default=0)
+        return Ready(tuple(found), tuple(made), single, workspace, device, names)
+
+    def _complete(
+        self, arguments: Sequence[Any], keywords: dict[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments with the defaults that the dispatcher left out."""
+        schema = getattr(torch.ops.aten, self.name).default._schema
+        positional = [a for a in schema.arguments if not a.kwarg_only]
+        rest = [a.default_value for a in positional[len(arguments) :]]
+        defaults = {a.name: a.default_value for a in schema.arguments if a.kwarg_only}
+        return [*arguments, *rest], {**defaults, **keywords}
+
+    def _quicker(
+        self, ready: Ready, native: Any, keyset: Any, arguments: Sequence[Any], keywords: Any
+    ) -> Ready | str:
+        """Ours if it is the quicker of the two, measured on these tensors."""
+        ours = measure(lambda: ready.run(arguments), arguments)
+        theirs = measure(lambda: self._plain(native, keyset, arguments, keywords), arguments)
+        if ours <= theirs:
+            return ready
+        return f"measured {ours * 1e3:.3g} ms against PyTorch's {theirs * 1e3:.3g}"
+
+    def _watched(
+        self, known: Ready, native: Any, keyset: Any, arguments: Sequence[Any], keywords: Any
+    ) -> Any:
+        pure = self._results is None
+        watch = settings.watch
+        if watch is not None and pure:
+            settings.watch = None  # what is run for timing is not seen
+            try:
+                watch(
+                    self,
+                    known,
+                    lambda: measure(lambda: known.run(arguments), arguments),
+                    lambda: measure(
+                        lambda: self._plain(native, keyset, arguments, keywords), arguments
+                    ),
+                )
+            finally:
+                settings.watch = watch
+        return known.run(arguments)
+
+
+def measure(run: Callable[[], Any], arguments: Sequence[Any]) -> float:
+    """The median of a few calls, in seconds."""
+    cuda = any(isinstance(a, Tensor) and a.device.type == "cuda" for a in arguments)
+
+    def once() -> float:
+        start = time.perf_counter()
+        run()
+        if cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    time.sleep(SETTLE_SECONDS)
+    once()
+    times: list[float] = []
+    while len(times) < TRIALS and math.fsum(times) < TRIAL_SECONDS:
+        times.append(once())
+    return sorted(times)[len(times) // 2]
