@@ -62,6 +62,7 @@ SHAPES = (
     "n2c3w17k5s3p1",  # one axis
     "n1c16w40k16s5pA",
     "n2c3w9k4s3l2u2g1",
+    "n1c1w12k1s4p1u2l2",  # whole vectors of results under a stride, one channel
     "n1c32h7w9k33r5s4p2",  # windows that nested transforms cut into pieces
     "n1c34h6k36r7p3",
     "n1c3d5h6w7k4t3r3s3p1",  # three axes

@@ -212,7 +212,7 @@ class FilterChannelsFirst(FilterSums, ChannelsFirst):
                 base = k.select(y.below(s.rows.axis.limit), base, self.zeros)
             for u, shift in column_taps:
                 value = self._read(base, shift, masks)
-                if border and s.columns.axis.step > 1:
+                if mask is not None and s.columns.axis.step > 1:
                     value = k.select(mask, value, 0.0)
                 totals[t, u].set(k.fma(gradient, value, totals[t, u].value))
 
