@@ -52,6 +52,7 @@ SHAPES = (
     "n1c32h8k32r3p1g32",
     "n1c5h9k10r5p2u2g5",  # depthwise with two filters a channel and stride
     "n1c33h6k33r3p1g33",
+    "n2c3w17k3s3u2g3",  # output rows of one whole vector
     "n1c6h5k4r3p3",  # padding beyond the window's reach: outputs of zeros
     "n1c2h3k2r3p2u5",  # a single window position
     "n1c2h1w30k3r1s5pw2",  # one row
