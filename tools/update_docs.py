@@ -16,6 +16,7 @@ from pathlib import Path
 import bedstone
 from bedstone import functional
 from bedstone.cli import support_table
+from bedstone.compat import cudnn_v1, cudnn_v2
 from bedstone.plan.config import SETTINGS
 
 ROOT = Path(__file__).parent.parent
@@ -50,11 +51,31 @@ def _signature(function: object) -> str:
     return f"({', '.join(words)})"
 
 
+def cudnn_table() -> str:
+    """Each function of cuDNN v1 and v2: where it is, what it does, and what bedstone has for it,
+    from the first line and the line "bedstone: ..." of its docstring."""
+    names: dict[str, list[str]] = {}
+    documented: dict[str, str] = {}
+    for module in (cudnn_v2, cudnn_v1):
+        version = module.__name__[-2:]
+        for name, function in vars(module).items():
+            if hasattr(function, "c_names"):
+                names.setdefault(name, []).insert(0, version)
+                documented.setdefault(name, inspect.getdoc(function) or "")
+    rows = ["| name | in | meaning | bedstone |", "|---|---|---|---|"]
+    for name in sorted(names):
+        text = documented[name]
+        meaning, form = text.split("\n")[0], text.rpartition("bedstone: ")[2].replace("\n", " ")
+        rows.append(f"| `{name}` | {', '.join(names[name])} | {meaning} | {form} |")
+    return "\n".join(rows)
+
+
 # (document, marker) -> what stands there
 PARTS = {
     ("README.md", "algorithms"): support_table,
     ("docs/planning.md", "settings"): settings_table,
     ("docs/reference.md", "functional"): functional_reference,
+    ("docs/from_cudnn.md", "cudnn"): cudnn_table,
 }
 
 
