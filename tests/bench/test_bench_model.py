@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -40,8 +39,8 @@ class Fake:
         self.own += self.current == "bedstone"
         time.sleep(FAST if self.current == "bedstone" else SLOW)
 
-    def report(self):
-        return SimpleNamespace(own_calls=self.own, calls=self.own)
+    def counts(self):
+        return self.own, self.own
 
 
 @pytest.fixture

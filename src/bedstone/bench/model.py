@@ -127,10 +127,9 @@ def measure(model: Any, framework: str, settings: tuple[Any, ...]) -> list[Model
     clocks = [lambda side=side: _clock(model, side) for side in SIDES]
     for clock in clocks:
         clock()  # plans are made, kernels compiled
-    before = model.report()
+    before = model.counts()
     times = timing.in_turns(clocks, ROUNDS)
-    after = model.report()
-    own, calls = after.own_calls - before.own_calls, after.calls - before.calls
+    own, calls = (now - then for now, then in zip(model.counts(), before))
     name, batch, layout, dtype, training, _ = settings
     rows = []
     for side, seconds in zip(SIDES, times):

@@ -3,6 +3,7 @@ its sample inputs give the same results, gradients and strides, its error inputs
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 
 import pytest
@@ -48,7 +49,8 @@ DTYPES = {torch.float32: NAMES, torch.float64: NAMES, torch.bfloat16: NAMES}
 # Of the largest result. bfloat16: each side rounds results of its own, PyTorch some sums too.
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2}
 SMALLEST_SCALE = 5e-2  # a result far below the inputs is a sum that cancelled
-SAMPLES = 12  # of an operator and dtype, spread over the database's
+# Of an operator, spread over the database's.
+SAMPLES = {torch.float32: 12, torch.float64: 6, torch.bfloat16: 6}
 OPERATORS = {
     op.name: op for op in op_db if op.name in NAMES and op.variant_test_name in ("", "cuda")
 }
@@ -106,7 +108,7 @@ def test_samples(name, dtype):
         pytest.skip(f"PyTorch has no {name} in {dtype} on the CPU")
     torch.manual_seed(seed)
     backward = dtype in op.supported_backward_dtypes("cpu")
-    samples = _spread(op.sample_inputs("cpu", dtype, requires_grad=backward), SAMPLES)
+    samples = _spread(op.sample_inputs("cpu", dtype, requires_grad=backward), SAMPLES[dtype])
     bedstone_torch.reset()
     for i, sample in enumerate(samples):
         running = [t.clone() for t in _tensors((sample.args, sample.kwargs))]
@@ -125,6 +127,32 @@ def test_samples(name, dtype):
         assert bedstone_torch.report().own_calls > 0, (
             f"no kernel of ours ran\n{bedstone_torch.report()}"
         )
+
+
+IN_PLACE = [
+    name
+    for name in ACTIVATIONS
+    if name in OPERATORS and OPERATORS[name].inplace_variant is not None
+]
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_in_place(name):
+    op = OPERATORS[name]
+    bedstone_torch.reset()
+    for sample in op.sample_inputs("cpu", torch.float32, requires_grad=True):
+        found = []
+        for context in (contextlib.nullcontext(), bedstone_torch.enable(least=0)):
+            x = sample.input.detach().clone().requires_grad_()
+            with context:
+                target = x * 1
+                y = op.inplace_variant(target, *sample.args, **sample.kwargs)
+                assert y is target
+                y.square().sum().backward()
+            found.append((y.detach(), x.grad))
+        for got, wanted in zip(found[1], found[0]):
+            _close(got, wanted, TOLERANCE[torch.float32], f"{sample}")
+    assert bedstone_torch.report().own_calls > 0
 
 
 def _restore(sample, tensors):
