@@ -87,6 +87,8 @@ class CLibrary(Algorithm):
                 return
             arguments = [*first, alpha]
             *inputs, output = (o.name for o in problem.operands)
+            if name == "pooling_backward" and "x" not in inputs:  # averages do not read it
+                arguments += [0, 0]
             for operand in inputs:
                 if operand != "bias":
                     arguments += [descs[operand], data[operand]]

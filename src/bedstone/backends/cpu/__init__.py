@@ -8,6 +8,7 @@ pool, `kernel` the compiled kernel as a plan calls it. Every other file is a pri
 from __future__ import annotations
 
 import importlib.util
+from types import ModuleType
 
 DEVICE_KINDS = ("cpu",)
 
@@ -37,3 +38,17 @@ def ceilings() -> tuple[dict[str, float], float]:
 
     rates = {dtype: peak.flops_per_second(dtype) for dtype in ("float32", "float64")}
     return rates, peak.bytes_per_second()
+
+
+def c_library() -> ModuleType:
+    """What compiles the C library: `library_object(cpu)` and the tables in `interface`."""
+    from bedstone.backends.cpu import library
+
+    return library
+
+
+def is_native(triple: str) -> bool:
+    """Whether code of that triple runs on this machine's kind of processor."""
+    from bedstone.backends.cpu.target import Target
+
+    return triple.split("-")[0] == Target.named("native").triple.split("-")[0]

@@ -70,7 +70,7 @@ def obtain(key: str, emit: Emit, target: Target | None = None) -> LoadedObject:
     sources: kind of kernel, problem, tile sizes.
     """
     target = target or Target.current()
-    name = _file_name(key, target)
+    name = file_name(key, target)
     found = _loaded.get(name)
     if found is None:
         code = read(name)
@@ -166,7 +166,8 @@ def evict(folder: Path, bound: int) -> None:
             return
 
 
-def _file_name(key: str, target: Target) -> str:
+def file_name(key: str, target: Target) -> str:
+    """The cache's name for what `key` says, compiled for a target."""
     versions = f"bedstone {__version__} llvmlite {llvmlite.__version__}"
     words = "\n".join((key, target.fingerprint, versions, sources_digest()))
     return hashlib.sha256(words.encode()).hexdigest()[:40] + ".o"

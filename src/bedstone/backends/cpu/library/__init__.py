@@ -8,6 +8,10 @@ but keep sizes and strides as `Int`s and index by tables that they fill in the c
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+
+from bedstone.backends.cpu import objects
 from bedstone.backends.cpu.library import interface
 from bedstone.backends.cpu.library.checks import emit_checks
 from bedstone.backends.cpu.library.convolution_entries import emit_convolution
@@ -19,8 +23,9 @@ from bedstone.backends.cpu.library.pointwise import (
     emit_tensor_operations,
 )
 from bedstone.backends.cpu.library.pool import emit_pool
+from bedstone.backends.cpu.library.pooling import emit_pooling
+from bedstone.backends.cpu.library.softmax import emit_softmax
 from bedstone.backends.cpu.library.strings import emit_strings
-from bedstone.backends.cpu.objects import compile_object
 from bedstone.backends.cpu.target import Target
 
 __all__ = ["emit", "interface", "library_object"]
@@ -37,10 +42,25 @@ def emit(target: Target) -> LibraryBuilder:
     emit_tensor_operations(k)
     emit_activations(k)
     emit_convolution(k)
+    emit_pooling(k)
+    emit_softmax(k)
     return k
 
 
 def library_object(cpu: str) -> tuple[bytes, str]:
     """(position-independent object file, LLVM's triple) for "native" or a name of Target.named."""
     target = Target.named(cpu)
-    return compile_object(emit(target), target, jit=False), target.triple
+    name = objects.file_name(f"C library {_sources_digest()}", target)
+    code = objects.read(name)
+    if code is None:
+        code = objects.compile_object(emit(target), target, jit=False)
+        objects.write(name, code)
+    return code, target.triple
+
+
+def _sources_digest() -> str:
+    """A hash of the emitters here, which that of the backend's kernels leaves out."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()

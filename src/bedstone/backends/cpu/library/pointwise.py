@@ -18,6 +18,7 @@ from bedstone.backends.cpu.irtypes import VOID, itemsize
 from bedstone.backends.cpu.library import checks
 from bedstone.backends.cpu.library.interface import DTYPES, MAX_RANK
 from bedstone.backends.cpu.library.language import WORD, LibraryBuilder, Tensor, all_of, ceil_div
+from bedstone.backends.cpu.values import Mask
 from bedstone.spec.activation import KINDS
 
 Body = Callable[[LibraryBuilder, list[Any], Any, Any], Any]  # (k, inputs, a, b) -> value
@@ -28,6 +29,7 @@ OPERANDS = 3  # y and up to two inputs; one that is missing repeats y
 DIMS = WORD
 OPERAND = DIMS + MAX_RANK * WORD
 OPERAND_BYTES = (1 + MAX_RANK) * WORD
+EVERY_AXIS = -1
 NEST_BYTES = OPERAND + OPERANDS * OPERAND_BYTES
 # Arguments of a row function: addresses y, p, q; count; their strides in bytes; alpha, beta, a, b.
 ROW_TYPES = [I64] * (2 * OPERANDS + 1) + [F64] * 4
@@ -64,13 +66,18 @@ class Nest:
 
 
 def emit_nest(k: LibraryBuilder) -> None:
-    """collapse(nest, tensors of y, p, q): the fewest axes that all share, in the order of y's
-    memory, y's strides positive. An input's axes of size 1 are repeated."""
-    with k.answering("collapse", 1 + OPERANDS) as (address, *tensors):
+    """collapse(nest, tensors of y, p, q, axes): the fewest axes that all share, in the order of
+    y's memory, y's strides positive; of the axes whose bits are set. An input's axes of size 1
+    are repeated."""
+    with k.answering("collapse", 2 + OPERANDS) as (address, *tensors, wanted):
         nest, descs = Nest(k, address), [Tensor(k, t) for t in tensors]
         y, rank = descs[0], k.variable(0)
         offsets = [k.variable(0) for _ in descs]
-        with k.loop(0, y.rank) as axis, k.if_(y.dim(axis).ne(1)):
+
+        def is_wanted(axis: Int) -> Mask:
+            return y.dim(axis).ne(1) & ((wanted >> axis) & 1).ne(0)
+
+        with k.loop(0, y.rank) as axis, k.if_(is_wanted(axis)):
             dim, strides = y.dim(axis), []
             backwards = y.stride(axis) < 0
             for desc, offset in zip(descs, offsets):
@@ -121,7 +128,7 @@ def emit_run(k: LibraryBuilder) -> None:
         row, item, *rest = arguments
         tensors, data, threads, scalars = rest[:3], rest[3:6], rest[6], rest[7:]
         address = k.alloca(NEST_BYTES)
-        k.ask("collapse", address, *tensors)
+        k.ask("collapse", address, *tensors, EVERY_AXIS)
         nest = Nest(k, address)
         inner = nest.rank - 1
         length, rows = nest.dim(inner), k.variable(1)
