@@ -96,10 +96,16 @@ def check(model, call, x, kernels=1):
             assert distance(got, truth) <= max(SLACK * worst, NEGLIGIBLE)
 
 
-@pytest.mark.parametrize("mode", ["training", "inference"])
 @pytest.mark.parametrize("name", NAMES)
-def test_vision(name, mode):
-    model = transformers_model(name, num_labels=10, **SMALL[name]).train(mode == "training")
+def test_vision(name):
+    model = transformers_model(name, num_labels=10, **SMALL[name]).eval()
+    check(model, logits, torch.randn(4, 3, 64, 64), kernels=10)
+
+
+# By the batch's own statistics, and with dropout; the others' layers differ little from inference.
+@pytest.mark.parametrize("name", ["ResNet", *(slow(n) for n in NAMES if n != "ResNet")])
+def test_vision_in_training(name):
+    model = transformers_model(name, num_labels=10, **SMALL[name]).train()
     check(model, logits, torch.randn(4, 3, 64, 64), kernels=10)
 
 
