@@ -1,8 +1,8 @@
 """What the replaced operators share: understanding a call, running it, and its gradient.
 
 A subclass of `Call` understands one operator's arguments and says how to compute it and its
-gradient. `replacement` makes the function that stands in the operator's place: it runs bedstone's
-kernel, or the native operator and notes why. Gradients go through one `PyLayer`.
+gradients. `replacement` makes the function that stands in the operator's place: it runs bedstone's
+kernel, or the native operator and notes why.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import Any, ClassVar
 
 import paddle
 from paddle import Tensor
-from paddle.autograd import PyLayer
 from paddle.base.framework import _dygraph_tracer
 
 from bedstone.frameworks.paddle import report
+from bedstone.frameworks.paddle.gradients import Record, connect
 from bedstone.frameworks.paddle.plans import Native, check
+
+Operator = Callable[..., Any]
 
 
 class Policy:
@@ -28,27 +30,21 @@ class Policy:
 
 policy = Policy()
 
-Native_ = Callable[..., Any]
-Gradients = Sequence[Tensor | None]
-
 
 class Call:
     """One call of an operator.
 
-    name       the operator's name in paddle._C_ops
-    tensors    the arguments that may need a gradient, in the order of the native arguments
-    native     the native operator, and `rest` its arguments after the tensors
+    names    the operators of paddle._C_ops that the class understands
+    leading  how many of their arguments are tensors, which come first
     """
 
     names: ClassVar[tuple[str, ...]] = ()
-    # How many of the leading arguments are tensors.
     leading: ClassVar[int] = 1
 
-    def __init__(self, name: str, native: Native_, arguments: Sequence[Any]) -> None:
+    def __init__(self, name: str, native: Operator, arguments: Sequence[Any]) -> None:
         self.name, self.native = name, native
         self.tensors = tuple(arguments[: self.leading])
         self.rest = tuple(arguments[self.leading :])
-        self.needs: tuple[bool, ...] = ()
         check(self.tensors)
         self.understand(*self.rest)
 
@@ -61,81 +57,37 @@ class Call:
         """Read the attributes. Raises Native for those that bedstone does not compute with."""
 
     def forward(self) -> tuple[Any, Sequence[Tensor]]:
-        """(what the operator returns, the tensors that its gradient needs)."""
+        """(what the operator returns, the tensors that its gradients need)."""
         raise NotImplementedError
 
-    def backward(self, saved: Sequence[Tensor], dy: Tensor) -> Gradients:
-        """A gradient for each of `tensors`; None where `needs` says that none is wanted."""
+    def gradient(self, index: int, saved: Sequence[Tensor], dy: Tensor) -> Tensor:
+        """The gradient of the tensor argument of that index. Raises Native."""
         raise NotImplementedError
 
-    def native_backward(self, saved: Sequence[Tensor], dy: Tensor) -> Gradients:
-        """The same by PaddlePaddle, differentiable in its turn: the saved inputs go through the
-        native operator again."""
-        create = paddle.is_grad_enabled()
-        with paddle.enable_grad():
-            inputs = list(self.inputs(saved))
-            if not create:
-                inputs = [t.detach() for t in inputs]
-                for tensor, needed in zip(inputs, self.needs):
-                    tensor.stop_gradient = not needed
-            y = self.native(*inputs, *self.rest)
-        y = y[0] if isinstance(y, (tuple, list)) else y
-        wanted = [t for t, needed in zip(inputs, self.needs) if needed]
-        found = iter(paddle.grad([y], wanted, [dy], create_graph=create, allow_unused=True))
-        return [next(found) if needed else None for needed in self.needs]
+    def native_gradient(self, index: int, saved: Sequence[Tensor], dy: Tensor) -> Tensor:
+        """The same by PaddlePaddle's own gradient operator, which can be differentiated as far as
+        PaddlePaddle does."""
+        raise NotImplementedError
 
-    def inputs(self, saved: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The operator's tensors among the saved ones."""
-        return saved[: self.leading]
-
-
-class _Record:
-    """What passes from a forward call to its node in the graph (hidden from PyLayer, which would
-    take a bare tensor for an input)."""
-
-    def __init__(self, call: Call, result: Any, saved: Sequence[Tensor]) -> None:
-        self.call, self.result, self.saved = call, result, saved
-
-
-class Differentiable(PyLayer):  # type: ignore[misc]
-    """The node in PaddlePaddle's graph of a call that bedstone has already computed."""
-
-    @staticmethod
-    def forward(ctx: Any, record: _Record, *tensors: Tensor) -> Any:
-        """Keep what the gradient needs."""
-        ctx.call = record.call
-        ctx.call.tensors = ()  # the saved tensors are all that may stay alive
-        ctx.versions = [t.inplace_version for t in record.saved]
-        ctx.save_for_backward(*record.saved)
-        return record.result
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
-        """By bedstone; by PaddlePaddle where the gradient is to be differentiated again."""
-        call, saved = ctx.call, ctx.saved_tensor()
-        for tensor, version in zip(saved, ctx.versions):
-            if tensor.inplace_version != version:
-                raise RuntimeError(
-                    f"{call.name}: a tensor that its gradient needs was changed in place after "
-                    f"the forward call (version {tensor.inplace_version}, expected {version})"
-                )
+    def either_gradient(
+        self, index: int, saved: Sequence[Tensor], dy: Tensor, again: bool
+    ) -> Tensor:
+        """By bedstone; by PaddlePaddle where it is to be differentiated again."""
         reason = "a gradient that is differentiated again"
-        start = time.perf_counter()
-        gradients = None
-        if not paddle.is_grad_enabled():
+        if not again:
             try:
                 check((dy,))
-                gradients = call.backward(saved, dy)
+                return self.gradient(index, saved, dy)
             except Native as why:
                 reason = str(why)
-        if gradients is None:
-            gradients = call.native_backward(saved, dy)
-            seconds = time.perf_counter() - start
-            report.add(call.name, "backward", report.NATIVE, seconds, reason)
-        return gradients[0] if len(gradients) == 1 else tuple(gradients)
+        start = time.perf_counter()
+        with paddle.set_grad_enabled(again):
+            gradient = self.native_gradient(index, saved, dy)
+        report.add(self.name, "backward", report.NATIVE, time.perf_counter() - start, reason)
+        return gradient
 
 
-def replacement(name: str, native: Native_, kind: type[Call]) -> Native_:
+def replacement(name: str, native: Operator, kind: type[Call]) -> Operator:
     """The function that stands in the place of the operator `name`."""
 
     def operator(*arguments: Any, **keywords: Any) -> Any:
@@ -156,7 +108,7 @@ def replacement(name: str, native: Native_, kind: type[Call]) -> Native_:
 
 def _run(
     name: str,
-    native: Native_,
+    native: Operator,
     kind: type[Call],
     arguments: tuple[Any, ...],
     keywords: dict[str, Any],
@@ -176,9 +128,17 @@ def _run(
         call = kind(name, native, arguments)
     except (TypeError, ValueError) as error:  # the wrong number or kind of arguments
         raise Native(f"arguments not understood: {error}") from None
+    tensors = call.tensors
     result, saved = call.forward()
-    if paddle.is_grad_enabled():
-        call.needs = tuple(not t.stop_gradient for t in call.tensors)
-        if any(call.needs):
-            return Differentiable.apply(_Record(call, result, saved), *call.tensors)
-    return result
+    if not paddle.is_grad_enabled():
+        return result
+    wanted = [(i, t) for i, t in enumerate(tensors) if not t.stop_gradient]
+    if not wanted:
+        return result
+    call.tensors = ()  # from here on only what was saved stays alive
+    record = Record(name, saved, call.either_gradient)
+    if isinstance(result, tuple):  # (indices take part in the graph's flags, not in its values)
+        for other in result[1:]:
+            other.stop_gradient = False
+        return (connect(record, result[0], wanted), *result[1:])
+    return connect(record, result, wanted)

@@ -18,7 +18,7 @@ from typing import Any
 import paddle
 
 from bedstone import InvalidDescriptor
-from bedstone.frameworks.paddle import plans
+from bedstone.frameworks.paddle import gradients, plans
 from bedstone.frameworks.paddle.convolution import Convolution, GroupsFirst, Transposed
 from bedstone.frameworks.paddle.operators import Call, policy, replacement
 from bedstone.frameworks.paddle.pointwise import Activation, Gelu, Relu, Sloped, Softmax
@@ -69,6 +69,7 @@ def _install(name: str) -> None:
 def _take(asked: _Asked) -> None:
     names, always = asked
     with _lock:
+        gradients.watch()
         policy.always += always
         for name in names:
             _depth[name] += 1

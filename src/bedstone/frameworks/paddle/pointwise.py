@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -10,8 +11,28 @@ import paddle
 from paddle import Tensor
 
 from bedstone import ActivationDesc, ActivationProblem, SoftmaxProblem, TensorDesc
-from bedstone.frameworks.paddle.operators import Call, Gradients
+from bedstone.frameworks.paddle.operators import Call
 from bedstone.frameworks.paddle.plans import Native, Recipe, launch
+
+# Elements from which bedstone's kernels are the faster ones, forward and backward together
+# (measured against PaddlePaddle 3.3 with two threads on an AVX2 machine). PaddlePaddle writes most
+# gradients over the memory of dy, which a node written in Python must not.
+LEAST = {
+    "softmax": 1 << 15, "log_softmax": 1 << 12, "relu": 1 << 20, "leaky_relu": 1 << 20,
+    "sigmoid": 1 << 18, "silu": 1 << 18, "tanh": 1 << 22, "gelu": 1 << 17, "elu": 1 << 17,
+}  # fmt: skip
+# What PaddlePaddle's gradient operators take beside dy: x, or y, or both.
+FROM_RESULT = ("sigmoid", "tanh")
+NEEDS_RESULT = ("sigmoid", "tanh", "silu", "elu")
+SMALL = "PaddlePaddle's kernel is as fast for a tensor so small"
+
+
+class Sized(Call):
+    """A call that pays from a number of elements on."""
+
+    @classmethod
+    def slower(cls, name: str, x: Tensor) -> str | None:
+        return SMALL if math.prod(x.shape) < LEAST[name] else None
 
 
 def _softmax(x: TensorDesc, kind: str, axis: int) -> Recipe:
@@ -25,7 +46,7 @@ def _softmax_backward(y: TensorDesc, dy: TensorDesc, kind: str, axis: int) -> Re
     return Recipe(problem, ((y.dims, str(y.dtype)),))
 
 
-class Softmax(Call):
+class Softmax(Sized):
     """softmax and log_softmax: axis."""
 
     names = ("softmax", "log_softmax")
@@ -39,16 +60,16 @@ class Softmax(Call):
 
     def forward(self) -> tuple[Any, Sequence[Tensor]]:
         (y,) = launch((self.name, "forward"), _softmax, self.tensors, self.how)
-        # Detached: a graph node that holds its own result would never be freed.
+        # Detached: a node of the graph that holds its own result would never be freed.
         return y, (y.detach(),)
 
-    def backward(self, saved: Sequence[Tensor], dy: Tensor) -> Gradients:
-        return launch((self.name, "backward"), _softmax_backward, (*saved, dy), self.how)
+    def gradient(self, index: int, saved: Sequence[Tensor], dy: Tensor) -> Tensor:
+        return launch((self.name, "backward"), _softmax_backward, (*saved, dy), self.how)[0]
 
-    def native_backward(self, saved: Sequence[Tensor], dy: Tensor) -> Gradients:
+    def native_gradient(self, index: int, saved: Sequence[Tensor], dy: Tensor) -> Tensor:
         """(PaddlePaddle differentiates softmax once only.)"""
         gradient = getattr(paddle._C_ops, f"{self.name}_grad")
-        return (gradient(*saved, dy, *self.rest),)
+        return gradient(*saved, dy, *self.rest)
 
 
 @functools.cache
@@ -69,7 +90,7 @@ def _activation_backward(saved: TensorDesc, dy: TensorDesc, *how: Any) -> Recipe
     return Recipe(problem, ((dy.dims, str(dy.dtype)),))
 
 
-class Activation(Call):
+class Activation(Sized):
     """Elementwise functions without attributes: the input is saved, and the result where the
     derivative is made from it."""
 
@@ -82,12 +103,19 @@ class Activation(Call):
 
     def forward(self) -> tuple[Any, Sequence[Tensor]]:
         (y,) = launch((self.name, "forward"), _activation, self.tensors, self.how)
-        # Detached: a graph node that holds its own result would never be freed.
+        # Detached: a node of the graph that holds its own result would never be freed.
         return y, (*self.tensors, y.detach()) if _from_y(self.how[0]) else self.tensors
 
-    def backward(self, saved: Sequence[Tensor], dy: Tensor) -> Gradients:
+    def gradient(self, index: int, saved: Sequence[Tensor], dy: Tensor) -> Tensor:
         operands = (saved[-1], dy)
-        return launch((self.name, "backward"), _activation_backward, operands, self.how)
+        return launch((self.name, "backward"), _activation_backward, operands, self.how)[0]
+
+    def native_gradient(self, index: int, saved: Sequence[Tensor], dy: Tensor) -> Tensor:
+        gradient = getattr(paddle._C_ops, f"{self.name}_grad")
+        operands = [saved[0]] if self.name not in FROM_RESULT else []
+        if self.name in NEEDS_RESULT:  # (computed again: it is to be part of the graph)
+            operands.append(self.native(saved[0], *self.rest))
+        return gradient(*operands, dy, *self.rest)
 
 
 class Relu(Activation):
@@ -99,8 +127,8 @@ class Relu(Activation):
         y, saved = super().forward()
         return y, saved[-1:]
 
-    def native_backward(self, saved: Sequence[Tensor], dy: Tensor) -> Gradients:
-        return (paddle._C_ops.relu_grad(*saved, dy),)
+    def native_gradient(self, index: int, saved: Sequence[Tensor], dy: Tensor) -> Tensor:
+        return paddle._C_ops.relu_grad(*saved, dy)
 
 
 class Gelu(Activation):
