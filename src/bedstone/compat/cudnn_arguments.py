@@ -19,6 +19,7 @@ from bedstone.spec.dtypes import DType
 from bedstone.spec.errors import InvalidDescriptor
 
 INT_MAX = 2**31 - 1
+ADDRESS_MIN, ADDRESS_MAX = 4096, 2**63 - 1  # the first page is never anybody's
 # Kinds of objects for which ctypes has no public name.
 Simple: Any = ctypes._SimpleCData  # type: ignore[attr-defined]
 Pointer: Any = ctypes._Pointer  # type: ignore[attr-defined]
@@ -84,8 +85,8 @@ def integers(argument: str, values: object, count: int) -> tuple[int, ...]:
     elif isinstance(values, Pointer):
         found = [values[i] for i in range(count)] if values else ()
     else:
-        address = address_of(argument, values)
-        found = (ctypes.c_int * count).from_address(address)[:] if address else ()
+        address = host_address(argument, values, ctypes.sizeof(ctypes.c_int))
+        found = (ctypes.c_int * count).from_address(address)[:]
     if len(found) < count:
         raise InvalidDescriptor(argument, values, f"{count} integers, not NULL")
     return tuple(integer(argument, value) for value in found)
@@ -108,10 +109,8 @@ def _pointed(argument: str, value: Any, dtype: DType) -> float:
     if isinstance(value, Pointer) and value:
         value = value[0]
     if isinstance(value, ctypes.c_void_p):
-        if not value.value:
-            raise InvalidDescriptor(argument, None, f"{expected}, not NULL")
         kind = ctypes.c_double if dtype is DType.float64 else ctypes.c_float
-        value = kind.from_address(value.value)
+        value = kind.from_address(host_address(argument, value, ctypes.sizeof(kind)))
     if isinstance(value, Simple):
         value = value.value
     elif isinstance(value, (ctypes.Array, np.ndarray)) and np.size(value) == 1:  # type: ignore[arg-type]
@@ -122,7 +121,7 @@ def _pointed(argument: str, value: Any, dtype: DType) -> float:
         raise InvalidDescriptor(argument, value, expected) from None
 
 
-def address_of(argument: str, value: object) -> int:
+def address_of(argument: str, value: Any) -> int:
     """The address that a pointer-like value holds; 0 for NULL."""
     if value is None:
         return 0
@@ -131,11 +130,24 @@ def address_of(argument: str, value: object) -> int:
             return ctypes.addressof(value)
         if isinstance(value, (Reference, Pointer, ctypes.c_void_p)):
             return ctypes.cast(value, ctypes.c_void_p).value or 0
-        if isinstance(value, Simple):
-            value = value.value
-        return operator.index(value)  # type: ignore[arg-type]
+        address = operator.index(value.value if isinstance(value, Simple) else value)
     except (TypeError, ValueError, ctypes.ArgumentError):
-        raise InvalidDescriptor(argument, value, "an address or a pointer") from None
+        address = -1
+    if not 0 <= address <= ADDRESS_MAX:
+        raise InvalidDescriptor(argument, value, "an address or a pointer")
+    return address
+
+
+def host_address(argument: str, value: Any, itemsize: int) -> int:
+    """The address of numbers on the host, which are read or written by this process.
+
+    Raises InvalidDescriptor for NULL, for small numbers, and for addresses out of alignment.
+    """
+    address = address_of(argument, value)
+    if address < ADDRESS_MIN or address % itemsize:
+        got = value if address else None
+        raise InvalidDescriptor(argument, got, f"an address (a multiple of {itemsize}), not NULL")
+    return address
 
 
 Writer = Callable[[Any], None]
@@ -150,11 +162,10 @@ def writer(argument: str, pointer: object) -> Writer:
         return lambda value: _fill(argument, whole, value if is_array else (value,))
     if isinstance(whole, Simple) and not is_array:
         return lambda value: _assign(argument, whole, value)
-    is_number = isinstance(pointer, Simple) and not isinstance(pointer, ctypes.c_void_p)
-    address = 0 if is_number else address_of(argument, pointer)
-    if not address:
-        raise InvalidDescriptor(argument, pointer, "a pointer to write to, not NULL")
+    if isinstance(pointer, Simple) and not isinstance(pointer, ctypes.c_void_p):
+        raise InvalidDescriptor(argument, pointer, "a pointer to write to: byref(...)")
     kind: Any = RESULT_TYPES.get(argument, ctypes.c_int)
+    address = host_address(argument, pointer, ctypes.sizeof(kind))
 
     def store(value: Any) -> None:
         values = value if is_array else (value,)

@@ -23,7 +23,6 @@ from bedstone.compat.cudnn_status import EXPECTED_ERRORS, SUCCESS, CudnnError, s
 from bedstone.plan import log
 
 Function = Callable[..., Any]
-OMITTED = None  # shown as the default of a pointer that need not be given
 
 
 class Signature:
@@ -53,7 +52,7 @@ class Signature:
     def shown(self, pointers_may_be_omitted: bool) -> inspect.Signature:
         """For help(): the pointers follow the inputs."""
         empty = inspect.Parameter.empty
-        default = OMITTED if pointers_may_be_omitted else empty
+        default = None if pointers_may_be_omitted else empty
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         inputs = [p.replace(annotation=empty) for p in self.parameters if p.kind is kind]
         rest = [p.replace(annotation=empty) for p in self.parameters if p.kind is not kind]

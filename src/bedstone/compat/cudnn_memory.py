@@ -14,7 +14,14 @@ from typing import Any
 import numpy as np
 
 from bedstone.arrays import ArrayRef, as_array_ref
-from bedstone.compat.cudnn_arguments import Pointer, Reference, Simple, address_of
+from bedstone.compat.cudnn_arguments import (
+    ADDRESS_MAX,
+    ADDRESS_MIN,
+    Pointer,
+    Reference,
+    Simple,
+    address_of,
+)
 from bedstone.compat.cudnn_status import mapping_error
 from bedstone.spec.dtypes import DType
 from bedstone.spec.errors import InvalidDescriptor
@@ -39,14 +46,14 @@ class Place:
     def address(self, data: object, device: Device) -> int:
         """The address of element [0, ..., 0]; whatever it is where there are no elements."""
         address = data if type(data) is int else self._resolve(data, device)
-        if address % self.itemsize or address <= 0:
+        if address % self.itemsize or not ADDRESS_MIN <= address <= ADDRESS_MAX:
             self._check(address)
         return address
 
     def _check(self, address: int) -> None:
         if self.high <= self.low:
             return
-        if address <= 0:
+        if not ADDRESS_MIN <= address <= ADDRESS_MAX:
             got = None if address == 0 else address
             raise InvalidDescriptor(self.argument, got, f"memory of {self.desc}, not NULL")
         raise InvalidDescriptor(
@@ -59,19 +66,21 @@ class Place:
         if isinstance(data, np.ndarray):
             self._check_device(("cpu", 0), device)
             return self._in_array(data)
-        if isinstance(data, (ctypes.c_void_p, Reference, Pointer)):
+        if isinstance(data, (ctypes.c_void_p, Pointer)):
             return address_of(self.argument, data)
-        if isinstance(data, (ctypes.Array, Simple)):
+        if isinstance(data, (ctypes.Array, Simple, Reference)):  # objects of known size
             self._check_device(("cpu", 0), device)
-            start = ctypes.addressof(data)
-            self._check_span(start, start, start + ctypes.sizeof(data))
+            whole = data._obj if isinstance(data, Reference) else data  # type: ignore[attr-defined]
+            low = ctypes.addressof(whole)
+            start = address_of(self.argument, data) if isinstance(data, Reference) else low
+            self._check_span(start, low, low + ctypes.sizeof(whole))
             return start
         if hasattr(data, "__index__") and not hasattr(data, "__dlpack__"):
             return address_of(self.argument, data)
         try:
             ref = as_array_ref(data, self.argument)
         except InvalidDescriptor:
-            if not hasattr(data, "__int__"):
+            if isinstance(data, float) or not hasattr(data, "__int__"):
                 raise
             return int(data)  # a device allocation that converts to its address
         self._check_device((ref.device_kind, ref.device_index), device)
