@@ -21,8 +21,8 @@ from bedstone.spec.errors import InvalidDescriptor
 INT_MAX = 2**31 - 1
 ADDRESS_MIN, ADDRESS_MAX = 4096, 2**63 - 1  # the first page is never anybody's
 # Kinds of objects for which ctypes has no public name.
-Simple: Any = ctypes._SimpleCData  # type: ignore[attr-defined]
-Pointer: Any = ctypes._Pointer  # type: ignore[attr-defined]
+Simple: Any = ctypes._SimpleCData
+Pointer: Any = ctypes._Pointer
 Reference: Any = type(ctypes.byref(ctypes.c_int()))  # what byref() returns
 
 # C types of results that are no int; names that end in "A" are arrays of int.
@@ -61,7 +61,7 @@ def _whole(argument: str, value: object) -> int:
         raise InvalidDescriptor(argument, value, "an integer") from None
 
 
-def enumerant(argument: str, kind: type[E], value: object) -> E:
+def enumerant(argument: str, kind: type[E], value: Any) -> E:
     """The member of an enumeration that an integer stands for."""
     try:
         return kind(value)
@@ -113,7 +113,7 @@ def _pointed(argument: str, value: Any, dtype: DType) -> float:
         value = kind.from_address(host_address(argument, value, ctypes.sizeof(kind)))
     if isinstance(value, Simple):
         value = value.value
-    elif isinstance(value, (ctypes.Array, np.ndarray)) and np.size(value) == 1:  # type: ignore[arg-type]
+    elif isinstance(value, (ctypes.Array, np.ndarray)) and np.size(value) == 1:
         value = np.asarray(value).item()
     try:
         return float(value)

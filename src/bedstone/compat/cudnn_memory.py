@@ -70,7 +70,7 @@ class Place:
             return address_of(self.argument, data)
         if isinstance(data, (ctypes.Array, Simple, Reference)):  # objects of known size
             self._check_device(("cpu", 0), device)
-            whole = data._obj if isinstance(data, Reference) else data  # type: ignore[attr-defined]
+            whole = data._obj if isinstance(data, Reference) else data
             low = ctypes.addressof(whole)
             start = address_of(self.argument, data) if isinstance(data, Reference) else low
             self._check_span(start, low, low + ctypes.sizeof(whole))
