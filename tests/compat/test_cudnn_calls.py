@@ -26,7 +26,7 @@ from cudnn_cases import (
 )
 
 import bedstone
-from bedstone.compat import cudnn_v1, cudnn_v2
+from bedstone.compat import cudnn_calls, cudnn_descriptors, cudnn_v1, cudnn_v2
 from bedstone.compat.cudnn_memory import Place
 from bedstone.compat.cudnn_status import Refusal
 
@@ -272,6 +272,38 @@ def test_a_changed_descriptor_is_another_call():
         assert y.sum() == pytest.approx(dims[0])
 
 
+def test_tables_that_are_full_start_afresh(monkeypatch):
+    """Few settings and calls are kept: the results are the same."""
+    monkeypatch.setattr(cudnn_descriptors, "STATES_KEPT", 3)
+    monkeypatch.setattr(cudnn_calls, "PREPARED_LIMIT", 2)
+    handle = cudnn_v2.cudnnCreate()
+    for _ in range(2):
+        for width in range(1, 8):
+            d, x = packed(1, 1, 1, width), array(1, 1, 1, width)
+            wanted = np.maximum(x, 0)
+            cudnn_v2.cudnnActivationForward(handle, 1, 1.0, d, x, 0.0, d, x)
+            np.testing.assert_array_equal(x, wanted)
+    assert len(cudnn_calls.context(handle)._prepared) == 2
+
+
+def test_settings_in_force_steer_the_next_call():
+    """A prepared call belongs to the settings that it was prepared under."""
+    problem = bedstone.parse_problem("convolution forward n1c8h10k8r3p1 float32")
+    x, w = array(*problem.x.dims), array(*problem.w.dims, seed=1)
+    results = []
+    for backend in ("cpu", "reference", "cpu"):
+        y = np.empty(problem.y.dims, "f")
+        with bedstone.config(backend=backend):
+            args = forward(
+                x, y, tensor(problem.x), tensor(problem.y), filters(8, 8, 3, 3), w, algo=1
+            )[1]
+            cudnn_v2.cudnnConvolutionForward(*args)
+        results.append(y)
+    exact = problem.reference({"x": x, "w": w})["y"].astype("f")
+    assert np.array_equal(results[1], exact) and np.array_equal(results[0], results[2])
+    assert not np.array_equal(results[0], exact)
+
+
 # Algorithms
 
 
@@ -329,6 +361,7 @@ def test_algorithms_agree(algo):
         head = (HANDLE, 1.0, xd, x, wd, w, cd, algo)
         refused(BAD_PARAM, "workSpaceSizeInBytes", call, *head, lent, need - 1, *tail)
         call(*head, np.zeros(need // 4 + 1, "f"), need, *tail)  # of any type
+        refused(BAD_PARAM, "workSpace.*overlaps", call, *head, x.ctypes.data, need, *tail)
         refused(BAD_PARAM, "workSpace.*not NULL", call, *head, None, need, *tail)
         refused(BAD_PARAM, "workSpace.*holds all", call, *head, lent[:9].copy(), need, *tail)
 

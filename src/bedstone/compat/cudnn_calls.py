@@ -106,7 +106,8 @@ class Prepared:
         beta: float = 0.0,
         workspace: int = 0,
     ) -> None:
-        """Check the addresses, in the plan's order with the unread ones behind, and run."""
+        """Check the addresses, in the plan's order with the unread ones behind, and run;
+        `workspace` is the address of as much as the plan needs."""
         device = context.device
         addresses = [place.address(d, device) for place, d in zip(self.places, data)]
         place, start = self.places[self.output], addresses[self.output]
@@ -115,6 +116,8 @@ class Prepared:
             other, at = self.places[i], addresses[i]
             if at + other.low < high and low < at + other.high:
                 self._check_shared(place, start, other, at, may_alias)
+        if workspace:
+            self._check_workspace(addresses, workspace)
         self.plan(
             *addresses[: self.count],
             workspace=workspace,
@@ -122,6 +125,13 @@ class Prepared:
             beta=beta,
             stream=context.stream,
         )
+
+    def _check_workspace(self, addresses: Sequence[int], start: int) -> None:
+        end = start + self.plan.workspace_size
+        for place, at in zip(self.places, addresses):
+            if at + place.low < end and start < at + place.high:
+                words = f"memory that overlaps {place.argument}"
+                raise InvalidDescriptor("workSpace", words, "memory of its own")
 
     def _check_shared(
         self, place: Place, start: int, other: Place, at: int, may_alias: bool
