@@ -24,6 +24,26 @@ ACTIVATIONS = {"sigmoid": 0, "relu": 1, "tanh": 2}
 SOFTMAX = {"fast": 0, "accurate": 1}
 POOLING = {"max": 0, "average_include_padding": 1, "average_exclude_padding": 2}
 ACCUMULATE = {1.0: cudnn_v1.CUDNN_RESULT_ACCUMULATE, 0.0: cudnn_v1.CUDNN_RESULT_NO_ACCUMULATE}
+# A problem for each computing function.
+LINES = (
+    "convolution forward n1c3h4k4r3p1 float32",
+    "convolution forward n2c3h5k4r3u2 float64 layout=NHWC w=NCHW mode=convolution",
+    "convolution backward_data n1c3h4k4r3p1 float32",
+    "convolution backward_filter n1c3h4k4r3p1 float32",
+    "convolution backward_bias 2x3x4x5 float32",
+    "pooling forward n1c2h4r2u2 float32 mode=max",
+    "pooling backward n1c2h5r3u2 float32 mode=max",
+    "pooling backward n1c2h5r3u2 float64 mode=average_include_padding",
+    "softmax forward 2x5x2x3 float32 algorithm=accurate axes=1",
+    "softmax backward 2x5x2x3 float32 algorithm=fast axes=1,2,3",
+    "activation forward 2x3x4x5 float32 kind=relu layout=NHWC",
+    "activation backward 2x3x4x5 float64 kind=tanh",
+    "tensor_ops transform 2x3x4x5 float32 y=NHWC",
+    "tensor_ops add 2x3x4x5 float32 b=1x3x1x1",
+    "tensor_ops set 2x3x4x5 float32",
+    "tensor_ops scale 2x3x4x5 float32",
+)
+ONLY_V2 = ("scale",)
 ENOUGH = 1 << 30  # bytes of workspace: the harness lends what the plan needs
 
 

@@ -10,7 +10,7 @@ import cudnn_driver
 import numpy as np
 import pytest
 from cudnn_cases import BAD_PARAM, MAPPING_ERROR, convolution, filters, packed, refused, tensor
-from cudnn_driver import Through, through_v1, through_v2
+from cudnn_driver import LINES, ONLY_V2, Through, through_v1, through_v2
 
 import bedstone
 from bedstone.compat import cudnn_v2
@@ -19,26 +19,6 @@ from bedstone.testing.harness import Case, Trial
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
-
-LINES = (
-    "convolution forward n1c3h4k4r3p1 float32",
-    "convolution forward n2c3h5k4r3u2 float64 layout=NHWC w=NCHW mode=convolution",
-    "convolution backward_data n1c3h4k4r3p1 float32",
-    "convolution backward_filter n1c3h4k4r3p1 float32",
-    "convolution backward_bias 2x3x4x5 float32",
-    "pooling forward n1c2h4r2u2 float32 mode=max",
-    "pooling backward n1c2h5r3u2 float32 mode=max",
-    "pooling backward n1c2h5r3u2 float64 mode=average_include_padding",
-    "softmax forward 2x5x2x3 float32 algorithm=accurate axes=1",
-    "softmax backward 2x5x2x3 float32 algorithm=fast axes=1,2,3",
-    "activation forward 2x3x4x5 float32 kind=relu layout=NHWC",
-    "activation backward 2x3x4x5 float64 kind=tanh",
-    "tensor_ops transform 2x3x4x5 float32 y=NHWC",
-    "tensor_ops add 2x3x4x5 float32 b=1x3x1x1",
-    "tensor_ops set 2x3x4x5 float32",
-    "tensor_ops scale 2x3x4x5 float32",
-)
-ONLY_V2 = ("scale",)
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ import cudnn_driver
 import numpy as np
 import pytest
 from cudnn_cases import FLOAT, convolution, filters, packed
-from cudnn_driver import through_v1, through_v2
-from test_cudnn_cuda import LINES, ONLY_V2
+from cudnn_driver import LINES, ONLY_V2, through_v1, through_v2
 
 import bedstone
 from bedstone.compat import cudnn_v1, cudnn_v2
