@@ -41,9 +41,7 @@ class Library:
     def __init__(self, path):
         self.handle = ctypes.CDLL(str(path))
         for name, (result, parameters) in interface.FUNCTIONS.items():
-            function = getattr(self.handle, name, None)
-            if function is None:
-                continue
+            function = getattr(self.handle, name)
             function.restype = CTYPES[result]
             function.argtypes = [CTYPES.get(ctype, ctypes.c_void_p) for ctype, _ in parameters]
             setattr(self, name.removeprefix("bs_"), function)
