@@ -29,9 +29,9 @@ RATE = 16000  # samples a second
 TONE = 220.0  # Hz
 
 SMALL = {
-    "ResNet": {"embedding_size": 16, "hidden_sizes": [16, 32, 64, 128], "depths": [1, 1, 1, 1]},
+    "ResNet": {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 2]},
     "MobileNetV2": {"depth_multiplier": 0.35, "image_size": 64},
-    "ConvNext": {"hidden_sizes": [16, 32, 64, 128], "depths": [1, 1, 2, 1], "image_size": 64},
+    "ConvNext": {"hidden_sizes": [16, 32], "depths": [1, 2], "num_stages": 2, "image_size": 64},
     "Segformer": {
         "depths": [1, 1, 1, 1],
         "hidden_sizes": [8, 16, 24, 32],

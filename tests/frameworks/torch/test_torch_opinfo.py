@@ -36,6 +36,8 @@ ACTIVATIONS = [
     "nn.functional.relu6",
     "nn.functional.gelu",
     "nn.functional.silu",
+    "nn.functional.hardswish",
+    "nn.functional.leaky_relu",
 ]
 NORMALISATIONS = [
     "nn.functional.batch_norm",
