@@ -21,7 +21,7 @@ from bedstone.frameworks.paddle.plans import Native, Recipe, launch
 
 # Elements of the image from which bedstone's kernels are the faster ones (measured against
 # PaddlePaddle 3.3 with two threads on an AVX2 machine); its depthwise kernel has no overhead.
-LEAST, LEAST_DEPTHWISE = 1 << 9, 1 << 12
+LEAST, LEAST_DEPTHWISE = 1 << 12, 1 << 14
 SMALL = "PaddlePaddle's kernel is as fast for a tensor so small"
 
 LAST = ("NHWC", "NDHWC")

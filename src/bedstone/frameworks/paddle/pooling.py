@@ -120,10 +120,10 @@ class Pooling(Call):
          algorithm) = attributes  # fmt: skip
         if kind not in ("max", "avg"):
             raise Native(f"pooling_type {kind}")
-        if adaptive and kind == "max":
-            raise Native("adaptive maximum")
+        if adaptive and (kind == "max" or whole):
+            raise Native("adaptive maximum, or adaptive and global at once")
         self.how = (
-            "adaptive" if adaptive and not whole else kind,
+            "adaptive" if adaptive else kind,
             integers("kernel_size", window),
             integers("strides", stride),
             integers("paddings", padding),
