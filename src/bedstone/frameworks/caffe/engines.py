@@ -1,0 +1,104 @@
+"""Which engine computes a layer: bedstone's plans, or NumPy in Caffe's own way.
+
+`engine: CUDNN` and DEFAULT mean bedstone; CAFFE means the native path (per-image lowering and BLAS
+for convolution). Where bedstone does not take a layer it falls back to the native path, as Caffe
+does, and says so: `net.engines.rows`.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bedstone import NotSupported, Plan, Problem, default_handle
+from bedstone.frameworks.caffe import schema
+
+# Bytes that a plan may use beside its operands; the network keeps one block for all layers.
+WORKSPACE_LIMIT = 256 << 20
+ALIGNMENT = 64
+log = logging.getLogger("bedstone.caffe")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What runs one direction of a layer."""
+
+    layer: str
+    direction: str
+    engine: str  # "bedstone" or "native"
+    what: str  # the algorithm, or why not bedstone
+
+
+class Kernel:
+    """A plan with the network's workspace; called with arrays in the order of the operands."""
+
+    def __init__(self, engines: Engines, plan: Plan) -> None:
+        self._engines, self._plan = engines, plan
+        self._size = plan.workspace_size
+
+    def __call__(self, *arrays: np.ndarray, alpha: float = 1.0, beta: float = 0.0) -> None:
+        workspace = self._engines.workspace(self._size) if self._size else 0
+        addresses = [a.__array_interface__["data"][0] for a in arrays]
+        self._plan(*addresses, workspace=workspace, alpha=alpha, beta=beta)
+
+
+class Engines:
+    """The choice for every layer of a network, and the workspace that their plans share.
+
+    forced  "CAFFE" or "CUDNN" for all layers; None or "DEFAULT" for what each layer says
+    """
+
+    def __init__(self, forced: str | None = None) -> None:
+        self.forced = None if forced == "DEFAULT" else forced
+        self._rows: dict[tuple[str, str], Row] = {}
+        self._memory = np.empty(0, np.uint8)
+
+    def wanted(self, layer: Any, param: Any = None) -> bool:
+        """Whether a layer is to run on bedstone, by the `engine` field of its parameters."""
+        engine = self.forced
+        if engine is None:
+            engine = schema.enum_name(param, "engine") if param is not None else "DEFAULT"
+        if engine == "CAFFE":
+            self._note(layer.name, "all", "native", "engine: CAFFE")
+        return engine != "CAFFE"
+
+    def kernel(self, layer: Any, direction: str, problem: Problem) -> Kernel | None:
+        """A kernel for a problem; None, noted, where bedstone has none."""
+        try:
+            plan = default_handle().plan(problem, workspace_limit=WORKSPACE_LIMIT)
+        except NotSupported as error:
+            self.fall_back(layer, direction, str(error).splitlines()[0])
+            return None
+        self._note(layer.name, direction, "bedstone", plan.algorithm)
+        return Kernel(self, plan)
+
+    def fall_back(self, layer: Any, direction: str, reason: str) -> None:
+        """Note that a layer runs natively, and why."""
+        self._note(layer.name, direction, "native", reason)
+        log.info("layer %s, %s: native path: %s", layer.name, direction, reason)
+
+    def _note(self, layer: str, direction: str, engine: str, what: str) -> None:
+        self._rows[layer, direction] = Row(layer, direction, engine, what)
+
+    @property
+    def rows(self) -> list[Row]:
+        """What runs where, in the order of the layers."""
+        return list(self._rows.values())
+
+    def __str__(self) -> str:
+        return "\n".join(f"{r.layer:20} {r.direction:16} {r.engine:9} {r.what}" for r in self.rows)
+
+    def workspace(self, size: int) -> int:
+        """The address of so many bytes, shared by all layers."""
+        if self._memory.nbytes < size + ALIGNMENT:
+            self._memory = np.empty(size + ALIGNMENT, np.uint8)
+        address = self._memory.__array_interface__["data"][0]
+        return -(-address // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of workspace held."""
+        return self._memory.nbytes

@@ -1,0 +1,88 @@
+"""Layer: the base of all layer types. A layer reads its bottoms and writes its tops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bedstone.frameworks.caffe.blob import Blob
+from bedstone.spec.errors import InvalidDescriptor
+
+
+class Layer:
+    """One layer of a network.
+
+    Subclasses say how many bottoms and tops they take (`bottoms`, `tops`: a number, or the least
+    and the most) and implement:
+
+    setup(bottom, top)        once: parameters read, `self.blobs` made and filled
+    reshape(bottom, top)      whenever a bottom's shape has changed: shapes of tops, plans
+    forward(bottom, top)      top data from bottom data
+    backward(top, propagate_down, bottom)   bottom diffs (overwritten) from top diffs where asked
+                              for, gradients of own blobs (added to)
+    """
+
+    bottoms: int | tuple[int, int | None] = 1
+    tops: int | tuple[int, int | None] = 1
+    loss = False  # whether the first top is a loss by default
+    no_gradient: tuple[int, ...] = ()  # bottoms that never have one (labels)
+
+    def __init__(self, param: Any, net: Any) -> None:
+        self.param, self.net = param, net
+        self.name: str = param.name
+        self.type: str = param.type
+        self.phase: str = net.phase
+        self.blobs: list[Blob] = []
+        self.loss_weights: list[float] = []
+        self.param_propagate: list[bool] = []  # whether each blob's gradient is wanted
+        self._shapes: Any = None
+
+    def wrong(self, field: str, value: object, expected: str) -> InvalidDescriptor:
+        """The error to raise for one of the layer's parameters or bottoms."""
+        return InvalidDescriptor(f"layer {self.name}: {field}", value, expected)
+
+    def check_counts(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
+        """Raises InvalidDescriptor where there are too few or too many bottoms or tops."""
+        for field, allowed, blobs in (("bottoms", self.bottoms, bottom), ("tops", self.tops, top)):
+            least, most = (allowed, allowed) if isinstance(allowed, int) else allowed
+            if len(blobs) < least or (most is not None and len(blobs) > most):
+                wanted = f"{least}" if least == most else f"{least} to {most or 'any number'}"
+                raise self.wrong(f"number of {field}", len(blobs), wanted)
+
+    def prepare(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
+        """`reshape`, if a bottom's shape is another than last time."""
+        shapes = [blob.shape for blob in bottom]
+        if shapes != self._shapes:
+            self.reshape(bottom, top)
+            self._shapes = shapes
+
+    def setup(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
+        """Nothing to read by default."""
+
+    def reshape(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
+        """The shapes of the tops."""
+        raise NotImplementedError
+
+    def forward(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
+        """Top data from bottom data."""
+        raise NotImplementedError
+
+    def backward(
+        self, top: Sequence[Blob], propagate_down: Sequence[bool], bottom: Sequence[Blob]
+    ) -> None:
+        """Bottom diffs from top diffs."""
+        if any(propagate_down):
+            raise self.wrong("backward", self.type, "no gradient asked of it")
+
+    def axis_of(self, axis: int, rank: int, field: str = "axis") -> int:
+        """An axis counted from the front; negative ones count from the end."""
+        if not -rank <= axis < rank:
+            raise self.wrong(field, axis, f"an axis of {rank}: {-rank} to {rank - 1}")
+        return axis % rank
+
+    def same_shape(self, bottom: Sequence[Blob]) -> None:
+        """Raises InvalidDescriptor unless all bottoms have one shape."""
+        for blob in bottom[1:]:
+            if blob.shape != bottom[0].shape:
+                expected = f"{bottom[0].shape}, as the first bottom"
+                raise self.wrong("bottom's shape", blob.shape, expected)
