@@ -79,20 +79,20 @@ class Record:
     def check(self) -> Sequence[Tensor]:
         """The saved tensors, there and unchanged."""
         if self.saved is None:
-            raise _refusal(
+            raise refusal(
                 f"{self.name}: backward a second time over a graph that was not kept "
                 "(retain_graph=True keeps it)"
             )
         for tensor, version in zip(self.saved, self.versions):
             if tensor.inplace_version != version:
-                raise _refusal(
+                raise refusal(
                     f"{self.name}: a tensor that its gradient needs was changed in place "
                     f"after the call (version {tensor.inplace_version}, expected {version})"
                 )
         return self.saved
 
 
-def _refusal(message: str) -> RuntimeError:
+def refusal(message: str) -> RuntimeError:
     """The error to raise in a hook; the pass keeps it, since PaddlePaddle would turn it into an
     OSError on its way through compiled code."""
     error = RuntimeError(message)

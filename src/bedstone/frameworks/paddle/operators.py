@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import paddle
 from paddle import Tensor
+from paddle.base import core
 from paddle.base.framework import _dygraph_tracer
+from paddle.jit.sot.opcode_translator.skip_files import skip_file_names
 
+import bedstone
 from bedstone.frameworks.paddle import report
-from bedstone.frameworks.paddle.gradients import Record, connect
+from bedstone.frameworks.paddle.gradients import Record, connect, refusal
 from bedstone.frameworks.paddle.plans import Native, check
 
 Operator = Callable[..., Any]
@@ -31,15 +35,31 @@ class Policy:
 policy = Policy()
 
 
+def untranslated(function: Operator, *arguments: Any) -> Any:
+    """The call, out of sight of paddle.jit's translator, which may be tracing the caller: it would
+    take our Python for a part of the model."""
+    previous = core.set_eval_frame(None)
+    try:
+        return function(*arguments)
+    finally:
+        core.set_eval_frame(previous)
+
+
+# This package's own frames, before `untranslated` has been reached.
+core.eval_frame_skip_file_prefix((*skip_file_names, str(Path(bedstone.__file__).parent)))
+
+
 class Call:
     """One call of an operator.
 
     names    the operators of paddle._C_ops that the class understands
     leading  how many of their arguments are tensors, which come first
+    once     PaddlePaddle does not differentiate the operator's gradient
     """
 
     names: ClassVar[tuple[str, ...]] = ()
     leading: ClassVar[int] = 1
+    once: ClassVar[bool] = False
 
     def __init__(self, name: str, native: Operator, arguments: Sequence[Any]) -> None:
         self.name, self.native = name, native
@@ -74,10 +94,12 @@ class Call:
     ) -> Tensor:
         """By bedstone; by PaddlePaddle where it is to be differentiated again."""
         reason = "a gradient that is differentiated again"
+        if again and self.once:
+            raise refusal(f"{self.name}: its gradient cannot be differentiated again")
         if not again:
             try:
                 check((dy,))
-                return self.gradient(index, saved, dy)
+                return untranslated(self.gradient, index, saved, dy)
             except Native as why:
                 reason = str(why)
         start = time.perf_counter()
@@ -92,7 +114,7 @@ def replacement(name: str, native: Operator, kind: type[Call]) -> Operator:
 
     def operator(*arguments: Any, **keywords: Any) -> Any:
         try:
-            return _run(name, native, kind, arguments, keywords)
+            return untranslated(_run, name, native, kind, arguments, keywords)
         except Native as why:
             reason = str(why)
         start = time.perf_counter()

@@ -50,6 +50,7 @@ class Softmax(Sized):
     """softmax and log_softmax: axis."""
 
     names = ("softmax", "log_softmax")
+    once = True
     kinds: ClassVar[dict[str, str]] = {"softmax": "accurate", "log_softmax": "log"}
 
     def understand(self, *attributes: Any) -> None:
@@ -67,7 +68,6 @@ class Softmax(Sized):
         return launch((self.name, "backward"), _softmax_backward, (*saved, dy), self.how)[0]
 
     def native_gradient(self, index: int, saved: Sequence[Tensor], dy: Tensor) -> Tensor:
-        """(PaddlePaddle differentiates softmax once only.)"""
         gradient = getattr(paddle._C_ops, f"{self.name}_grad")
         return gradient(*saved, dy, *self.rest)
 
@@ -135,6 +135,7 @@ class Gelu(Activation):
     """gelu: approximate."""
 
     names = ("gelu",)
+    once = True
 
     def understand(self, *attributes: Any) -> None:
         (approximate,) = attributes

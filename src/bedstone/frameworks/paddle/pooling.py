@@ -168,6 +168,7 @@ class IndexedPooling(Call):
     they are (int32, flat over the spatial extent)."""
 
     names = ("max_pool2d_with_index", "max_pool3d_with_index")
+    once = True
 
     def understand(self, *attributes: Any) -> None:
         window, stride, padding, whole, adaptive, ceil = attributes
