@@ -209,9 +209,10 @@ def test_im2col(backend):
     def one(data):
         problem = data.draw(problems("convolution", "forward"))
         random = np.random.default_rng(data.draw(st.integers(0, 99)))
-        memory = np.full(problem.x.size * 30 + 4096, np.nan, problem.x.dtype.numpy)
+        low, high = problem.x.offset_range()
+        memory = np.full(high - low + 1, np.nan, problem.x.dtype.numpy)
         size = memory.itemsize
-        origin = memory[2048:]  # reversed axes go below it
+        origin = memory[-low:]  # reversed axes go below it
         x = np.lib.stride_tricks.as_strided(
             origin, problem.x.dims, [s * size for s in problem.x.strides]
         )
