@@ -101,7 +101,7 @@ CASES = {
 NAMES = sorted(CASES)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_results_and_gradients_as_pytorch(name, dtype):
     ours, theirs, dims = CASES[name]
