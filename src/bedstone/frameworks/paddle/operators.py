@@ -55,11 +55,13 @@ class Call:
     names    the operators of paddle._C_ops that the class understands
     leading  how many of their arguments are tensors, which come first
     once     PaddlePaddle does not differentiate the operator's gradient
+    keyword  the first argument after the tensors may be given by this name
     """
 
     names: ClassVar[tuple[str, ...]] = ()
     leading: ClassVar[int] = 1
     once: ClassVar[bool] = False
+    keyword: ClassVar[str] = ""
 
     def __init__(self, name: str, native: Operator, arguments: Sequence[Any]) -> None:
         self.name, self.native = name, native
@@ -138,7 +140,9 @@ def _run(
     if not paddle.in_dynamic_mode():
         raise Native("a static graph is being built")
     for keyword, value in keywords.items():
-        if value is not None:
+        if keyword == kind.keyword and len(arguments) == kind.leading:
+            arguments = (*arguments, value)
+        elif value is not None:
             raise Native(f"the keyword argument {keyword}")
     if _dygraph_tracer()._amp_level.value:
         raise Native("automatic mixed precision chooses the dtype")
@@ -146,6 +150,8 @@ def _run(
         reason = kind.slower(name, arguments[0])
         if reason:
             raise Native(reason)
+    while arguments and arguments[-1] is None:  # (a layer's name, handed on)
+        arguments = arguments[:-1]
     try:
         call = kind(name, native, arguments)
     except (TypeError, ValueError) as error:  # the wrong number or kind of arguments

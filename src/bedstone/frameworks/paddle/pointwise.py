@@ -97,8 +97,7 @@ class Activation(Sized):
     names = ("sigmoid", "tanh", "silu")
 
     def understand(self, *attributes: Any) -> None:
-        if any(attribute is not None for attribute in attributes):  # (a layer's name, if any)
-            raise Native(f"arguments not understood: {attributes}")
+        () = attributes
         self.how = (self.name,)
 
     def forward(self) -> tuple[Any, Sequence[Tensor]]:
@@ -136,9 +135,11 @@ class Gelu(Activation):
 
     names = ("gelu",)
     once = True
+    keyword = "approximate"
 
     def understand(self, *attributes: Any) -> None:
-        (approximate,) = attributes
+        (approximate,) = attributes or (False,)
+        self.rest = (bool(approximate),)
         self.how = ("gelu_tanh" if approximate else "gelu",)
 
 
