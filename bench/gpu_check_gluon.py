@@ -100,7 +100,8 @@ def check_problems():
         for direction in DIRECTIONS:
             for dtype in (*HALVES, "float32"):
                 yield problem_of(line, direction, dtype)
-        yield problem_of(line, "forward", "float32", "math=tf32")
+        for direction in DIRECTIONS:
+            yield problem_of(line, direction, "float32", "math=tf32")
     for epilogue in EPILOGUES:
         for dtype in ("bfloat16", "float32"):
             yield problem_of("n9c72h13k136r3p1 layout=NHWC", "forward", dtype, epilogue)
@@ -112,8 +113,9 @@ def layer_problems(layers, layouts, dtypes):
         shape = LAYERS[name]
         for layout in layouts:
             for dtype in dtypes:
+                kind, more = ("float32", " math=tf32") if dtype == "tf32" else (dtype, "")
                 for direction in DIRECTIONS:
-                    yield name, problem_of(shape, direction, dtype, f"layout={layout}")
+                    yield name, problem_of(shape, direction, kind, f"layout={layout}{more}")
 
 
 def warm(options):
@@ -437,6 +439,8 @@ def measure(bench):
         data = [bench.inputs(problem) for _ in range(sets)]
         outs = [bench.guarded(problem.outputs[0].desc)[1] for _ in range(sets)]
         out = problem.outputs[0].name
+        tf32 = problem.math == "tf32"
+        bench.torch.backends.cudnn.allow_tf32 = tf32
         calls = [(lambda i, p=problem, d=data: bench.convolve(p, d[i]), sets)]
         names = ["cudnn"]
         candidates = takers(problem, bench.device)
@@ -477,7 +481,8 @@ def report(bench, rows, name, problem, names, seconds):
     )
     for algorithm, t in zip(names, seconds):
         rows.append({
-            "layer": name, "direction": problem.direction, "dtype": str(problem.x.dtype),
+            "layer": name, "direction": problem.direction,
+            "dtype": "tf32" if problem.math == "tf32" else str(problem.x.dtype),
             "layout": layout, "algorithm": algorithm, "microseconds": round(t * 1e6, 2),
             "tflops": round(problem.flops / t / 1e12, 1), "ratio": round(seconds[0] / t, 3),
         })  # fmt: skip

@@ -89,6 +89,16 @@ def test_the_float32_gradient_by_filter_keeps_its_main_loop_in_registers(channel
         assert not found[f"convolution_{name}_kernel"].spilled_bytes
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward_data", "backward_filter"])
+def test_tf32_is_one_product_of_scaled_float16(direction):
+    algorithm = "implicit_gemm_f16" + ("_split" if direction == "backward_filter" else "")
+    line = f"{direction} n64c128h28k128r3p1 float32 layout=NHWC math=tf32"
+    found = {n: r for n, r in reports(algorithm, line) if n.endswith("f16x3_kernel")}
+    (fast,) = found.values()
+    assert fast.count(r"wgmma\.mma_async[^\n]*f16\.f16") == 8  # 4 x 2 consumers
+    assert fast.spilled_bytes <= SPILL_LIMIT and not fast.warnings
+
+
 def test_channels_first_goes_by_way_of_copies():
     names = [
         n for n, _ in reports("implicit_gemm_transformed", "forward n64c128h28k128r3p1 float16")

@@ -33,6 +33,7 @@ from bedstone.spec.problem import Problem
 PLANES = 2  # hi and lo
 REGION = 256  # bytes to which parts of the workspace are aligned
 MATH = ("ieee", "fast")
+PRODUCTS_TEXT = {3: "from three float16 products", 1: "from a product of scaled float16"}
 SPLIT_CHUNK = 2048  # elements that a program splits at once
 SPLIT_COLUMNS_BACKWARD = 8  # adjacent channels: whole 32-byte sectors
 SPLIT_WARPS = 8
@@ -77,6 +78,9 @@ class ImplicitGemmF16x3(Algorithm):
     """float32 on the float16 matrix units, with float32's accuracy and range."""
 
     name = "gluon:implicit_gemm_f16x3"
+    math = MATH
+    products = 3
+    table = tiles.IMAGE_F16X3
 
     def supports(self, problem: Problem, device: Device) -> str | None:
         reason = declines(problem, device, (DType.float32,))
@@ -84,8 +88,8 @@ class ImplicitGemmF16x3(Algorithm):
             return reason
         if problem.direction == "backward_filter":
             return "takes forward and backward_data"
-        if problem.math not in MATH:
-            return f'takes math {" and ".join(MATH)}; the problem asks for "{problem.math}"'
+        if problem.math not in self.math:
+            return f'takes math {" and ".join(self.math)}; the problem asks for "{problem.math}"'
         reason = image_declines(problem) or images.filter_refuses("w", images.filter_of(problem.w))
         if reason is None and self.choice(problem, device) is None:
             reason = f"{problem.conv.groups} groups are too narrow for its tiles"
@@ -93,7 +97,7 @@ class ImplicitGemmF16x3(Algorithm):
 
     def choice(self, problem: ConvolutionProblem, device: Device) -> ImageChoice | None:
         """Tile and patch."""
-        return choose_image(problem, tiles.IMAGE_F16X3, multiprocessors(device))
+        return choose_image(problem, self.table, multiprocessors(device))
 
     def workspace(self, problem: Problem, device: Device) -> int:
         if not isinstance(problem, ConvolutionProblem):
@@ -118,10 +122,20 @@ class ImplicitGemmF16x3(Algorithm):
         view, where = image_view(problem), layout_of(problem, choice)
         launches = (
             split_launch(problem, device, view, where),
-            image_launch(problem, device, view, choice, where),
+            image_launch(problem, device, view, choice, where, self.products),
             careful_launch(problem, device, view, choice, where),
         )
-        return Guarded(launches, problem, device, "from three float16 products")
+        return Guarded(launches, problem, device, PRODUCTS_TEXT[self.products])
+
+
+class ImplicitGemmF16(ImplicitGemmF16x3):
+    """What tf32 promises, by one product of scaled float16: as many bits, twice the rate, and any
+    order of the operands."""
+
+    name = "gluon:implicit_gemm_f16"
+    math = ("tf32",)
+    products = 1
+    table = tiles.IMAGE_F16
 
 
 def filter_strides(problem: ConvolutionProblem) -> tuple[int, int, int]:
@@ -163,7 +177,7 @@ def split_launch(
 
 def image_launch(
     problem: ConvolutionProblem, device: Device, view: ImageView, choice: ImageChoice,
-    where: Layout,
+    where: Layout, products: int,
 ) -> Kernel:  # fmt: skip
     """The fast kernel."""
     from bedstone.backends.gluon.convolution.f16x3_kernels import convolution_image_f16x3_kernel
@@ -181,6 +195,7 @@ def image_launch(
         "info_ptr": launch.Scratch(DType.int32, where.info),
         "list_ptr": launch.Scratch(DType.int32, where.todo),
     }  # fmt: skip
+    constants["PRODUCTS"] = products
     count = choice.patch.count * geo.groups * -(-view.produced // tile.bk)
     grid = min(count, multiprocessors(device))
     return launch.prepare(

@@ -88,9 +88,11 @@ def f16x3_producer(
     x_desc, w_desc, a_bufs, bh_bufs, bl_bufs, empty, full,
     tiles, columns, group_columns, group, box, size, taps, pad, stride, dilation, channels,
     BK: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr, BACKWARD: gl.constexpr,
-    UNIT: gl.constexpr, FLIP: gl.constexpr, DEPTH: gl.constexpr,
+    UNIT: gl.constexpr, FLIP: gl.constexpr, DEPTH: gl.constexpr, PRODUCTS: gl.constexpr,
 ):  # fmt: skip
-    """Fills the ring as image_producer does, with both planes of the filter."""
+    """Fills the ring as image_producer does, with both planes of the filter (for one product the
+    first)."""
+    PLANES: gl.constexpr = 2 if PRODUCTS == 3 else 1
     RESIDUES: gl.constexpr = BACKWARD and not UNIT
     count = tile_count(tiles, columns, stride, RESIDUES)
     stage = 0
@@ -113,7 +115,7 @@ def f16x3_producer(
                         mbarrier.wait(empty.index(stage), phase ^ 1)
                         bar = full.index(stage)
                         nbytes: gl.constexpr = (
-                            x_desc.block_type.nbytes + 2 * w_desc.block_type.nbytes
+                            x_desc.block_type.nbytes + PLANES * w_desc.block_type.nbytes
                         )
                         mbarrier.expect(bar, nbytes)
                         a = a_bufs.index(stage)
@@ -129,11 +131,13 @@ def f16x3_producer(
                         if BACKWARD:
                             k = (column - g * group_columns) * BK
                             tma.async_copy_global_to_shared(w_desc, [0, ic, tap, k], bar, bh)
-                            tma.async_copy_global_to_shared(w_desc, [1, ic, tap, k], bar, bl)
+                            if PLANES == 2:
+                                tma.async_copy_global_to_shared(w_desc, [1, ic, tap, k], bar, bl)
                         else:
                             k = column * BK
                             tma.async_copy_global_to_shared(w_desc, [0, k, tap, c], bar, bh)
-                            tma.async_copy_global_to_shared(w_desc, [1, k, tap, c], bar, bl)
+                            if PLANES == 2:
+                                tma.async_copy_global_to_shared(w_desc, [1, k, tap, c], bar, bl)
                         stage, phase = advance(stage, phase, STAGES)
 
 
@@ -165,7 +169,7 @@ def f16x3_consumer(
     logs, out, out_strides, channel_stride, out_channels,
     BM: gl.constexpr, BK: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr,
     BACKWARD: gl.constexpr, UNIT: gl.constexpr, FLIP: gl.constexpr,
-    BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
+    BIAS: gl.constexpr, ACTIVATION: gl.constexpr, PRODUCTS: gl.constexpr,
 ):  # fmt: skip
     """Rows IDX * 64, ... of the tiles: split the image, multiply, add, store. The next step's
     image is split while this step's products run."""
@@ -197,8 +201,11 @@ def f16x3_consumer(
         hi, lo = split(x, e)
         for i in range(steps):
             bh, bl = filter_planes(bh_bufs, bl_bufs, stage, BK, BC, BACKWARD)
-            t = warpgroup_mma(hi, bl, t, is_async=True, use_acc=False)
-            t = warpgroup_mma(lo, bh, t, is_async=True)
+            if PRODUCTS == 3:
+                t = warpgroup_mma(hi, bl, t, is_async=True, use_acc=False)
+                t = warpgroup_mma(lo, bh, t, is_async=True)
+            else:
+                t = warpgroup_mma(hi, bh, t, is_async=True, use_acc=False)
             factor = gl.convert_layout(e, rows) + LIFT
             next_stage, next_phase = advance(stage, phase, STAGES)
             if i + 1 < steps:
@@ -208,9 +215,10 @@ def f16x3_consumer(
             x = image_rows(a_bufs, next_stage, IDX, BM, BC).load(operand)
             e, next_beyond = survey(x)
             beyond = beyond | next_beyond
-            t = warpgroup_mma_wait(num_outstanding=0, deps=(t,))
-            acc += t * power(factor - LOW)[:, None]
-            t = warpgroup_mma(hi, bh, t, is_async=True, use_acc=False)
+            if PRODUCTS == 3:
+                t = warpgroup_mma_wait(num_outstanding=0, deps=(t,))
+                acc += t * power(factor - LOW)[:, None]
+                t = warpgroup_mma(hi, bh, t, is_async=True, use_acc=False)
             next_hi, next_lo = split(x, e)
             t = warpgroup_mma_wait(num_outstanding=0, deps=(t,))
             mbarrier.arrive(empty.index(stage), count=1)
@@ -242,9 +250,11 @@ def convolution_image_f16x3_kernel(
     logs, out, out_strides, channel_stride, out_channels,
     BM: gl.constexpr, BK: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr,
     BACKWARD: gl.constexpr, UNIT: gl.constexpr, FLIP: gl.constexpr, DEPTH: gl.constexpr,
-    BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
+    BIAS: gl.constexpr, ACTIVATION: gl.constexpr, PRODUCTS: gl.constexpr,
 ):  # fmt: skip
     """convolution_image_ws_kernel for float32, two consumers of 64 pixels each.
+
+    PRODUCTS   3, or 1 for what tf32 promises: hi * hi alone
 
     w_desc     (plane, k, tap, c): hi and lo * 2^11
     info_ptr   a column's exponent, and BEYOND, from convolution_split_filter_kernel
@@ -256,9 +266,11 @@ def convolution_image_f16x3_kernel(
     bh_bufs = gl.allocate_shared_memory(
         w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout
     )
-    bl_bufs = gl.allocate_shared_memory(
-        w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout
-    )
+    bl_bufs = bh_bufs
+    if PRODUCTS == 3:
+        bl_bufs = gl.allocate_shared_memory(
+            w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout
+        )
     empty, full = make_ring(STAGES, 2)
     gl.warp_specialize(
         [
@@ -267,19 +279,19 @@ def convolution_image_f16x3_kernel(
                 a_bufs, bh_bufs, bl_bufs, empty, full,
                 tiles, columns, group, box, size, taps, pad, stride, dilation,
                 channels, logs, out, out_strides, channel_stride, out_channels,
-                BM, BK, BC, STAGES, BACKWARD, UNIT, FLIP, BIAS, ACTIVATION,
+                BM, BK, BC, STAGES, BACKWARD, UNIT, FLIP, BIAS, ACTIVATION, PRODUCTS,
             )),
             (f16x3_consumer, (
                 1, y_ptr, bias_ptr, info_ptr, list_ptr, alpha, beta, act_a, act_b,
                 a_bufs, bh_bufs, bl_bufs, empty, full,
                 tiles, columns, group, box, size, taps, pad, stride, dilation,
                 channels, logs, out, out_strides, channel_stride, out_channels,
-                BM, BK, BC, STAGES, BACKWARD, UNIT, FLIP, BIAS, ACTIVATION,
+                BM, BK, BC, STAGES, BACKWARD, UNIT, FLIP, BIAS, ACTIVATION, PRODUCTS,
             )),
             (f16x3_producer, (
                 x_desc, w_desc, a_bufs, bh_bufs, bl_bufs, empty, full,
                 tiles, columns, group_columns, group, box, size, taps, pad, stride, dilation,
-                channels, BK, BC, STAGES, BACKWARD, UNIT, FLIP, DEPTH,
+                channels, BK, BC, STAGES, BACKWARD, UNIT, FLIP, DEPTH, PRODUCTS,
             )),
         ],
         [4, 1],

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bedstone.backends.gluon.convolution import tiles
-from bedstone.backends.gluon.convolution.f16x3 import MATH, PLANES
+from bedstone.backends.gluon.convolution.f16x3 import MATH, PRODUCTS_TEXT
 from bedstone.backends.gluon.convolution.filter_gradient import (
     FilterChoice,
     FilterGradient,
@@ -78,9 +78,9 @@ def plane_size(image: Image) -> int:
     return image.pixels * plane(image).strides[3]
 
 
-def layout_of(view: FilterView, work: FilterWork) -> Layout:
+def layout_of(view: FilterView, work: FilterWork, planes: int) -> Layout:
     """Where things lie in the workspace."""
-    nbytes = PLANES * DType.float16.itemsize
+    nbytes = planes * DType.float16.itemsize
     dy = _aligned(nbytes * plane_size(view.x))
     info = dy + _aligned(nbytes * plane_size(view.dy))
     todo = info + _aligned(4 * 2 * (view.x.dims[4] + view.dy.dims[4]))
@@ -98,17 +98,20 @@ class FilterF16x3(FilterGradient):
 
     name = "gluon:implicit_gemm_f16x3_split"
     dtypes = (DType.float32,)
+    math = MATH
+    planes = 2
+    table = tiles.FILTER_F16X3
 
     def supports(self, problem: Problem, device: Device) -> str | None:
         reason = super().supports(problem, device)
-        if reason is None and problem.math not in MATH:  # type: ignore[attr-defined]
+        if reason is None and problem.math not in self.math:  # type: ignore[attr-defined]
             asked = problem.math  # type: ignore[attr-defined]
-            reason = f'takes math {" and ".join(MATH)}; the problem asks for "{asked}"'
+            reason = f'takes math {" and ".join(self.math)}; the problem asks for "{asked}"'
         return reason
 
     def choice(self, problem: ConvolutionProblem, device: Device) -> FilterChoice:
         """Tile, patch and cut."""
-        return choose_filter(problem, multiprocessors(device), True, tiles.FILTER_F16X3)
+        return choose_filter(problem, multiprocessors(device), True, self.table)
 
     def work(self, problem: ConvolutionProblem, device: Device) -> FilterWork:
         return self.choice(problem, device).work
@@ -116,7 +119,7 @@ class FilterF16x3(FilterGradient):
     def workspace(self, problem: Problem, device: Device) -> int:
         if not isinstance(problem, ConvolutionProblem):
             return 0
-        return layout_of(filter_view(problem), self.work(problem, device)).size
+        return layout_of(filter_view(problem), self.work(problem, device), self.planes).size
 
     def estimate(self, problem: Problem, device: Device) -> float:
         if not isinstance(problem, ConvolutionProblem):
@@ -128,16 +131,26 @@ class FilterF16x3(FilterGradient):
         if not isinstance(problem, ConvolutionProblem):
             raise TypeError(f"not a convolution: {problem}")
         view, choice = filter_view(problem), self.choice(problem, device)
-        where = layout_of(view, choice.work)
+        where = layout_of(view, choice.work, self.planes)
         launches = (
             clear_launch(device, view, where),
-            *scan_launches(device, view, where, 0),
-            *scan_launches(device, view, where, 1),
-            main_launch(device, view, choice, where),
+            *scan_launches(device, view, where, 0, self.planes),
+            *scan_launches(device, view, where, 1, self.planes),
+            main_launch(device, view, choice, where, self.planes),
             sum_launch(problem, device, choice, where),
             careful_launch(problem, device, choice, where),
         )
-        return Guarded(launches, problem, device, "from three float16 products")
+        what = PRODUCTS_TEXT[3 if self.planes == 2 else 1]
+        return Guarded(launches, problem, device, what)
+
+
+class FilterF16(FilterF16x3):
+    """What tf32 promises, by one product of scaled float16."""
+
+    name = "gluon:implicit_gemm_f16_split"
+    math = ("tf32",)
+    planes = 1
+    table = tiles.FILTER_F16
 
 
 def tops(view: FilterView, where: Layout) -> tuple[int, int]:
@@ -166,7 +179,7 @@ def clear_launch(device: Device, view: FilterView, where: Layout) -> Kernel:
 
 
 def scan_launches(
-    device: Device, view: FilterView, where: Layout, operand: int
+    device: Device, view: FilterView, where: Layout, operand: int, planes: int
 ) -> tuple[Kernel, Kernel]:
     """The kernels that find the ranges of x (operand 0) or dy (1), and split it."""
     from bedstone.backends.gluon.convolution.filter_f16x3_kernels import (
@@ -198,16 +211,19 @@ def scan_launches(
     }
     grid = (programs * columns,)
     constants = {"PIXELS": SCAN_PIXELS, "CHANNELS": SCAN_CHANNELS}
+    splitting = constants | {"PLANES": planes}
     return tuple(  # type: ignore[return-value]
-        launch.prepare(device, kernel, grid, arguments, constants, num_warps=SCAN_WARPS)
-        for kernel, arguments in (
-            (convolution_channel_range_kernel, common),
-            (convolution_split_image_kernel, split),
+        launch.prepare(device, kernel, grid, arguments, numbers, num_warps=SCAN_WARPS)
+        for kernel, arguments, numbers in (
+            (convolution_channel_range_kernel, common, constants),
+            (convolution_split_image_kernel, split, splitting),
         )
     )
 
 
-def main_launch(device: Device, view: FilterView, choice: FilterChoice, where: Layout) -> Kernel:
+def main_launch(
+    device: Device, view: FilterView, choice: FilterChoice, where: Layout, planes: int
+) -> Kernel:
     """The kernel that writes the parts."""
     from bedstone.backends.gluon.convolution.filter_f16x3_kernels import (
         convolution_filter_f16x3_kernel,
@@ -219,7 +235,7 @@ def main_launch(device: Device, view: FilterView, choice: FilterChoice, where: L
         ("x", view.x, 0, tile.bk, per_axis(geo, "u")),
         ("d", view.dy, where.dy, tile.bm, (1, 1, 1)),
     ):
-        for part, number in (("h", 0), ("l", 1)):
+        for part, number in (("h", 0), ("l", planes - 1)):
             offset = start + number * DType.float16.itemsize * plane_size(image)
             maps[f"{name}{part}_desc"] = image_map(
                 None, plane(image), patch.box, width, steps, offset
@@ -239,7 +255,7 @@ def main_launch(device: Device, view: FilterView, choice: FilterChoice, where: L
     }
     constants: dict[str, Any] = {
         "BK": tile.bm, "BC": tile.bk, "BP": tile.bc, "STAGES": tile.stages,
-        "CONSUMERS": tile.consumers, "DEPTH": view.x.depth,
+        "CONSUMERS": tile.consumers, "DEPTH": view.x.depth, "PLANES": planes,
     }  # fmt: skip
     return launch.prepare(
         device, convolution_filter_f16x3_kernel, (work.programs,), arguments, constants,

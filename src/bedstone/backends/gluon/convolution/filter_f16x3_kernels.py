@@ -92,7 +92,7 @@ def convolution_channel_range_kernel(
 def convolution_split_image_kernel(
     x_ptr, planes_ptr, top_ptr, small_ptr, pixels, channels, pitch, plane, dims, strides,
     columns,
-    PIXELS: tl.constexpr, CHANNELS: tl.constexpr,
+    PIXELS: tl.constexpr, CHANNELS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
     """The planes hi and lo * 2^11 (pixels x pitch) of a scaled image; small[c] = 1 for a channel
     with elements under 2^-29 of its largest."""
@@ -113,10 +113,11 @@ def convolution_split_image_kernel(
         small |= ((a > 0) & (a < floor)).to(tl.int32)
         v = x * scale
         hi = v.to(tl.float16)
-        lo = ((v - hi.to(tl.float32)) * 2.0**LOW).to(tl.float16)
         to = planes_ptr + p.to(tl.int64)[:, None] * pitch + c[None, :]
         tl.store(to, hi, mask=mask)
-        tl.store(to + plane, lo, mask=mask)
+        if PLANES == 2:
+            lo = ((v - hi.to(tl.float32)) * 2.0**LOW).to(tl.float16)
+            tl.store(to + plane, lo, mask=mask)
     found = tl.max(small, 0)
     tl.atomic_max(small_ptr + c, found, mask=inside & (found > 0))
 
@@ -127,8 +128,9 @@ def planes_producer(
     tiles, tile_steps, filter_tiles, channel_tiles, patches, box, taps, pad, stride, dilation,
     filters, channels,
     BK: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr,
+    PLANES: gl.constexpr,
 ):  # fmt: skip
-    """Fills the ring as filter_producer does, with both planes of both images."""
+    """Fills the ring as filter_producer does, with the planes of both images."""
     run = work_range(tiles, tile_steps)
     stage = 0
     phase = 0
@@ -146,7 +148,7 @@ def planes_producer(
             n = rest // patches[1] * box[0]
             mbarrier.wait(empty.index(stage), phase ^ 1)
             bar = full.index(stage)
-            mbarrier.expect(bar, 2 * (xh_desc.block_type.nbytes + dh_desc.block_type.nbytes))
+            mbarrier.expect(bar, PLANES * (xh_desc.block_type.nbytes + dh_desc.block_type.nbytes))
             ih = h * stride[1] + rh * dilation[1] - pad[1]
             iw = w * stride[2] + rw * dilation[2] - pad[2]
             ah = ah_bufs.index(stage)
@@ -156,14 +158,16 @@ def planes_producer(
             if DEPTH:
                 id = d * stride[0] + rd * dilation[0] - pad[0]
                 tma.async_copy_global_to_shared(dh_desc, [n, d, h, w, k], bar, ah)
-                tma.async_copy_global_to_shared(dl_desc, [n, d, h, w, k], bar, al)
                 tma.async_copy_global_to_shared(xh_desc, [n, id, ih, iw, c], bar, bh)
-                tma.async_copy_global_to_shared(xl_desc, [n, id, ih, iw, c], bar, bl)
+                if PLANES == 2:
+                    tma.async_copy_global_to_shared(dl_desc, [n, d, h, w, k], bar, al)
+                    tma.async_copy_global_to_shared(xl_desc, [n, id, ih, iw, c], bar, bl)
             else:
                 tma.async_copy_global_to_shared(dh_desc, [n, h, w, k], bar, ah)
-                tma.async_copy_global_to_shared(dl_desc, [n, h, w, k], bar, al)
                 tma.async_copy_global_to_shared(xh_desc, [n, ih, iw, c], bar, bh)
-                tma.async_copy_global_to_shared(xl_desc, [n, ih, iw, c], bar, bl)
+                if PLANES == 2:
+                    tma.async_copy_global_to_shared(dl_desc, [n, h, w, k], bar, al)
+                    tma.async_copy_global_to_shared(xl_desc, [n, ih, iw, c], bar, bl)
             stage, phase = advance(stage, phase, STAGES)
 
 
@@ -172,9 +176,9 @@ def planes_consumer(
     IDX: gl.constexpr, part_ptr, ah_bufs, al_bufs, bh_bufs, bl_bufs, empty, full,
     tiles, tile_steps,
     BK: gl.constexpr, BC: gl.constexpr, BP: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr,
+    CONSUMERS: gl.constexpr, PLANES: gl.constexpr,
 ):  # fmt: skip
-    """Filters IDX * ROWS, ... of the tiles: the three products of a step, added to float32 sums.
+    """Filters IDX * ROWS, ... of the tiles: the products of a step, added to float32 sums.
     While one sum is added, the other consumer's products run."""
     ROWS: gl.constexpr = BK // CONSUMERS
     layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -193,11 +197,13 @@ def planes_consumer(
             al = al_bufs.index(stage).reshape((BP, BK)).slice(IDX * ROWS, ROWS, dim=1)
             bh = bh_bufs.index(stage).reshape((BP, BC))
             bl = bl_bufs.index(stage).reshape((BP, BC))
-            t = warpgroup_mma(al.permute((1, 0)), bh, zero, is_async=True, use_acc=False)
-            t = warpgroup_mma(ah.permute((1, 0)), bl, t, is_async=True)
+            if PLANES == 2:
+                t = warpgroup_mma(al.permute((1, 0)), bh, zero, is_async=True, use_acc=False)
+                t = warpgroup_mma(ah.permute((1, 0)), bl, t, is_async=True)
             u = warpgroup_mma(ah.permute((1, 0)), bh, zero, is_async=True, use_acc=False)
-            t = warpgroup_mma_wait(num_outstanding=1, deps=(t,))
-            acc += t * LOWER
+            if PLANES == 2:
+                t = warpgroup_mma_wait(num_outstanding=1, deps=(t,))
+                acc += t * LOWER
             u = warpgroup_mma_wait(num_outstanding=0, deps=(u,))
             mbarrier.arrive(empty.index(stage), count=1)
             acc += u
@@ -211,38 +217,41 @@ def convolution_filter_f16x3_kernel(
     tiles, tile_steps, filter_tiles, channel_tiles, patches, box, taps, pad, stride, dilation,
     filters, channels,
     BK: gl.constexpr, BC: gl.constexpr, BP: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMERS: gl.constexpr, DEPTH: gl.constexpr,
+    CONSUMERS: gl.constexpr, DEPTH: gl.constexpr, PLANES: gl.constexpr,
 ):  # fmt: skip
     """Parts of dw in scaled units: convolution_filter_ws_kernel, PARTIAL, over the planes of x
-    (xh, xl) and dy (dh, dl)."""
+    (xh, xl) and dy (dh, dl); with one plane, hi * hi alone, which is what tf32 promises."""
     ah_bufs = gl.allocate_shared_memory(
-        dh_desc.dtype, [STAGES] + dh_desc.block_type.shape, dh_desc.layout
-    )
-    al_bufs = gl.allocate_shared_memory(
         dh_desc.dtype, [STAGES] + dh_desc.block_type.shape, dh_desc.layout
     )
     bh_bufs = gl.allocate_shared_memory(
         xh_desc.dtype, [STAGES] + xh_desc.block_type.shape, xh_desc.layout
     )
-    bl_bufs = gl.allocate_shared_memory(
-        xh_desc.dtype, [STAGES] + xh_desc.block_type.shape, xh_desc.layout
-    )
+    al_bufs = ah_bufs
+    bl_bufs = bh_bufs
+    if PLANES == 2:
+        al_bufs = gl.allocate_shared_memory(
+            dh_desc.dtype, [STAGES] + dh_desc.block_type.shape, dh_desc.layout
+        )
+        bl_bufs = gl.allocate_shared_memory(
+            xh_desc.dtype, [STAGES] + xh_desc.block_type.shape, xh_desc.layout
+        )
     empty, full = make_ring(STAGES, CONSUMERS)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (planes_consumer, (
                     0, part_ptr, ah_bufs, al_bufs, bh_bufs, bl_bufs, empty, full,
-                    tiles, tile_steps, BK, BC, BP, STAGES, CONSUMERS,
+                    tiles, tile_steps, BK, BC, BP, STAGES, CONSUMERS, PLANES,
                 )),
                 (planes_consumer, (
                     1, part_ptr, ah_bufs, al_bufs, bh_bufs, bl_bufs, empty, full,
-                    tiles, tile_steps, BK, BC, BP, STAGES, CONSUMERS,
+                    tiles, tile_steps, BK, BC, BP, STAGES, CONSUMERS, PLANES,
                 )),
                 (planes_producer, (
                     xh_desc, xl_desc, dh_desc, dl_desc, ah_bufs, al_bufs, bh_bufs, bl_bufs,
                     empty, full, tiles, tile_steps, filter_tiles, channel_tiles, patches, box,
-                    taps, pad, stride, dilation, filters, channels, BK, BC, STAGES, DEPTH,
+                    taps, pad, stride, dilation, filters, channels, BK, BC, STAGES, DEPTH, PLANES,
                 )),
             ],
             [4, 1],
@@ -253,12 +262,12 @@ def convolution_filter_f16x3_kernel(
             [
                 (planes_consumer, (
                     0, part_ptr, ah_bufs, al_bufs, bh_bufs, bl_bufs, empty, full,
-                    tiles, tile_steps, BK, BC, BP, STAGES, CONSUMERS,
+                    tiles, tile_steps, BK, BC, BP, STAGES, CONSUMERS, PLANES,
                 )),
                 (planes_producer, (
                     xh_desc, xl_desc, dh_desc, dl_desc, ah_bufs, al_bufs, bh_bufs, bl_bufs,
                     empty, full, tiles, tile_steps, filter_tiles, channel_tiles, patches, box,
-                    taps, pad, stride, dilation, filters, channels, BK, BC, STAGES, DEPTH,
+                    taps, pad, stride, dilation, filters, channels, BK, BC, STAGES, DEPTH, PLANES,
                 )),
             ],
             [1],

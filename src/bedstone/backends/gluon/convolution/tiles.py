@@ -65,6 +65,10 @@ IMAGE_TF32 = _rows(
 IMAGE_F16X3 = _rows(
     (128, 128, 64, 3, 2, 1, 155, 2.0), (128, 64, 64, 4, 2, 1, 100, 1.6),
 )  # fmt: skip
+# The same with tf32's promise, from one product.
+IMAGE_F16 = _rows(
+    (128, 128, 64, 4, 2, 1, 280, 2.0), (128, 64, 64, 5, 2, 1, 170, 1.6),
+)  # fmt: skip
 CAREFUL_STAGES = 2
 
 # backward_filter, 16-bit, general: BM filters x BK channels, BC pixels.
@@ -79,6 +83,12 @@ FILTER_HALF = _rows(
 FILTER_F16X3 = _rows(
     (128, 128, 64, 3, 2, 1, 200, 3.0), (128, 64, 64, 4, 2, 1, 150, 2.5),
     (64, 128, 64, 4, 1, 1, 130, 2.5), (64, 64, 64, 6, 1, 1, 90, 2.0),
+)  # fmt: skip
+
+# The same with tf32's promise, from one product.
+FILTER_F16 = _rows(
+    (128, 128, 64, 6, 2, 1, 400, 2.5), (128, 64, 64, 8, 2, 1, 300, 2.0),
+    (64, 128, 64, 8, 1, 1, 280, 2.0), (64, 64, 64, 8, 1, 1, 180, 1.5),
 )  # fmt: skip
 
 # backward_filter, windows three wide.

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bedstone.backends.gluon.convolution import tiles
-from bedstone.backends.gluon.convolution.f16x3 import ImplicitGemmF16x3
-from bedstone.backends.gluon.convolution.filter_f16x3 import FilterF16x3
+from bedstone.backends.gluon.convolution.f16x3 import ImplicitGemmF16, ImplicitGemmF16x3
+from bedstone.backends.gluon.convolution.filter_f16x3 import FilterF16, FilterF16x3
 from bedstone.backends.gluon.convolution.filter_gradient import FilterSplit, ImplicitGemm
 from bedstone.backends.gluon.convolution.halo import FilterHalo
 from bedstone.backends.gluon.convolution.images import image_of
@@ -28,7 +28,10 @@ from bedstone.spec.dtypes import DType
 from bedstone.spec.problem import Operand, Problem
 from bedstone.spec.tensor import CHANNELS_LAST, TensorDesc
 
-INNER = (ImplicitGemm(), FilterSplit(), FilterHalo(), ImplicitGemmF16x3(), FilterF16x3())
+INNER = (
+    ImplicitGemm(), FilterSplit(), FilterHalo(), ImplicitGemmF16x3(), ImplicitGemmF16(),
+    FilterF16x3(), FilterF16(),
+)  # fmt: skip
 REGION = 256  # bytes to which copies are aligned
 BLOCK = 64  # channels and pixels that a program of the transform moves
 COPY_BANDWIDTH = 3.0e12  # bytes/s of the transform, read and written: 2.7 to 4.1 measured
