@@ -19,7 +19,7 @@ CONVOLUTIONS = (
     "n2c3h7w6k5r3p1", "n1c16h9k8r3p1u2", "n2c8h6k12r1", "n1c4h9k4r3p2l2g2", "n1c3h11k7r5u2p2",
     "n1c6h8k4r3 mode=convolution", "n2c4w17k6s5p2", "n1c2d5h4w6k3t2r3s2p1",
     "n2c16h6k16r3p1 x=NHWC w=NHWC y=NHWC", "n1c16h9k8r3u2 x=NHWC w=NHWC y=NHWC",
-    "n2c300h4k5r3p1", "n1c20h20k3r7",
+    "n2c300h4k5r3p1", "n1c20h20k3r7", "n2c64h12k64r3p1",
 )  # fmt: skip
 LINES = (
     *(f"convolution {d} {line}" for line in CONVOLUTIONS

@@ -35,6 +35,7 @@ class Tile:
 
     rows, vectors, lanes   of the tile; `dtype` is the type summed in
     depth                  the longest run of k that the packed operands hold
+    by_steps               A is packed step by step too: one stream, however short the depth
     """
 
     rows: int
@@ -42,6 +43,7 @@ class Tile:
     lanes: int
     depth: int
     dtype: str
+    by_steps: bool = False
 
     @property
     def columns(self) -> int:
@@ -54,11 +56,18 @@ class Tile:
     @property
     def row_bytes(self) -> int:
         """From one row of a packed A to the next."""
+        if self.by_steps:
+            return self.item
         return -(-self.depth // self.lanes) * self.lanes * self.item
 
     @property
+    def a_step_bytes(self) -> int:
+        """From one k of a packed A to the next."""
+        return self.rows * self.item if self.by_steps else self.item
+
+    @property
     def a_bytes(self) -> int:
-        return self.rows * self.row_bytes
+        return self.depth * self.a_step_bytes if self.by_steps else self.rows * self.row_bytes
 
     @property
     def step_bytes(self) -> int:
@@ -103,16 +112,18 @@ def emit_tile(k: KernelBuilder, tile: Tile, name: str = TILE) -> None:
                     for j in range(tile.vectors)
                 ]
                 for m, row in enumerate(sums):
-                    left = k.load(a_at, tile.dtype, None, m * tile.row_bytes + u * tile.item)
+                    left = k.load(
+                        a_at, tile.dtype, None, m * tile.row_bytes + u * tile.a_step_bytes
+                    )
                     left = k.splat(left, tile.lanes)
                     for total, vector in zip(row, right):
                         total.set(k.fma(left, vector, total.value))
 
         even = depth - depth % UNROLL
         with k.loop(0, even, UNROLL) as i:
-            products(a + i * tile.item, b + i * tile.step_bytes, UNROLL)
+            products(a + i * tile.a_step_bytes, b + i * tile.step_bytes, UNROLL)
         with k.loop(even, depth) as i:
-            products(a + i * tile.item, b + i * tile.step_bytes, 1)
+            products(a + i * tile.a_step_bytes, b + i * tile.step_bytes, 1)
         places = [
             (total, (m * tile.vectors + j) * step)
             for m, row in enumerate(sums)

@@ -124,7 +124,7 @@ class Product:
 
     # Packing -----------------------------------------------------------------------------------
 
-    def _run(self, table: Int, first: IntLike, end: IntLike) -> Run:
+    def run_of(self, table: Int, first: IntLike, end: IntLike) -> Run:
         """Offsets number first, first + 1, ...; from `end` on the last one again."""
         k, lanes = self.k, self.lanes
         inside = k.iota(lanes) < k.splat(k.as_int(end) - first, lanes)
@@ -149,7 +149,7 @@ class Product:
     def _apart(self, base: IntLike, run: Run) -> Any:
         return self.k.gather(base, run.offsets, self.dtype)
 
-    def _by_kind(self, run: Run, emit: Callable[[Callable[[IntLike, Run], Any]], None]) -> None:
+    def by_kind(self, run: Run, emit: Callable[[Callable[[IntLike, Run], Any]], None]) -> None:
         """Code for each way in which the vector may lie."""
         k = self.k
         with k.if_else(run.is_whole) as (whole, other):
@@ -170,14 +170,14 @@ class Product:
         with k.function(self._name("pack_rows"), *[I64] * 8) as arguments:
             base, rows, first, count, columns, k0, depth, to = arguments
             with k.loop(0, depth, self.lanes) as i:
-                run = self._run(columns, k0 + i, k0 + depth)
+                run = self.run_of(columns, k0 + i, k0 + depth)
 
                 def copy(read: Any, i: Any = i, run: Run = run) -> None:
                     with k.loop(0, tile.rows) as m:
                         at = base + k.word(rows, k.min(first + m, count - 1))
                         k.store(read(at, run), to + m * tile.row_bytes + i * tile.item, self.dtype)
 
-                self._by_kind(run, copy)
+                self.by_kind(run, copy)
 
     def _emit_pack_columns(self) -> None:
         k, tile = self.k, self.tile
@@ -185,7 +185,7 @@ class Product:
             base, columns, first, count, rows, k0, depth, to = arguments
             # (A vector past the end of the columns repeats the last one.)
             runs = [
-                self._run(columns, k.min(first + j * self.lanes, count - 1), count)
+                self.run_of(columns, k.min(first + j * self.lanes, count - 1), count)
                 for j in range(tile.vectors)
             ]
 
@@ -204,7 +204,7 @@ class Product:
                     copy(self._whole, range(tile.vectors))
                 with single:
                     for j, run in enumerate(runs):
-                        self._by_kind(run, lambda read, j=j: copy(read, [j]))
+                        self.by_kind(run, lambda read, j=j: copy(read, [j]))
 
     # Results -----------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class Product:
             with k.loop(0, tile.vectors) as j:
                 n = column + j * lanes
                 with k.if_(n < columns):
-                    run = self._run(column_table, n, columns)
+                    run = self.run_of(column_table, n, columns)
                     source = sums + j * (lanes * tile.item)
                     with k.if_else(run.is_whole) as (whole, apart):
                         with whole, k.loop(0, count) as m:

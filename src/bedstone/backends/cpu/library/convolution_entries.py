@@ -13,8 +13,9 @@ from bedstone.backends.cpu.library.bias import emit_bias_gradient
 from bedstone.backends.cpu.library.contraction import Product
 from bedstone.backends.cpu.library.convolution import FilterGradient, Forward, Scatter
 from bedstone.backends.cpu.library.interface import DTYPES, ENUMS
-from bedstone.backends.cpu.library.language import LibraryBuilder, Tensor
+from bedstone.backends.cpu.library.language import LibraryBuilder, Tensor, ceil_div
 from bedstone.backends.cpu.library.shape import FEW_CHANNELS, emit_copy_run, emit_fill_offsets
+from bedstone.backends.cpu.library.winograd import OUTPUTS, WINDOW, Winograd, emit_winograd
 from bedstone.backends.cpu.values import Int, Mask
 
 LEAST_RANK, MOST_RANK = 3, 5
@@ -22,6 +23,12 @@ LARGEST_ELEMENTS = 2.0**44  # of x, w or y, and of x with its padding: sizes of 
 # Backward_data of stride 1 is a convolution of dy where that meets little padding.
 GATHER_PIXELS = 1.15
 DIRECTIONS = ENUMS["bs_direction"]
+# The model of convolution/winograd.py, in flops of the peak rate for a patch of 2x2 outputs, a
+# channel and a filter: what a tap costs by the definition, and what a 3x3 piece of the window does
+# (16 products at 0.9 of the rate); reading a channel, writing an output, transforming a filter.
+TAP_FLOPS, PIECE_FLOPS = 8.0, 36.0
+CHUNK_FLOPS = 400.0  # to add a chunk's sums to those in memory, however few its channels
+READ_FLOPS, WRITE_FLOPS, FILTER_FLOPS = 200.0, 900.0, 600.0
 
 
 def emit_convolution(k: LibraryBuilder) -> None:
@@ -32,6 +39,9 @@ def emit_convolution(k: LibraryBuilder) -> None:
         product.emit()
         emit_copy_run(k, dtype)
         emit_blend_run(k, dtype)
+        emit_winograd(k, product)
+        for turned in (False, True):
+            Winograd(k, product, turned).emit()
         for by_channel in (False, True):
             for turned in (False, True):
                 Forward(k, product, by_channel, turned).emit()
@@ -151,9 +161,32 @@ def _runs_by_channel(k: LibraryBuilder, tensor: Int, groups: Int) -> Mask:
     return neighbours & (t.dim(1) >= groups * FEW_CHANNELS)
 
 
+def _has_few_products(k: LibraryBuilder, conv: Int, image: Int, w: Int, out: Int, y: Int) -> Mask:
+    """Whether Winograd's method takes the call, and its transforms cost less than they spare of
+    what the definition spends: a product for every tap and pixel of y."""
+    ti, tw, to = Tensor(k, image), Tensor(k, w), Tensor(k, out)
+    takes = ti.rank.eq(4) & ti.stride(3).eq(1) & to.stride(3).eq(1)
+    taps, pieces = tw.dim(2) * tw.dim(3), ceil_div(tw.dim(2), WINDOW) * ceil_div(tw.dim(3), WINDOW)
+    taps, pieces = _number(k, taps), _number(k, pieces)
+    for axis in range(2):
+        for name in ("stride", "dilation"):
+            takes = takes & k.member("bs_convolution", conv, name, axis).eq(1)
+    groups = k.member("bs_convolution", conv, "groups")
+    channels, filters = (_number(k, t.dim(1) // groups) for t in (ti, to))
+    across, down = (ceil_div(to.dim(axis), OUTPUTS) for axis in (2, 3))
+    patches = _number(k, to.dim(0) * across * down)
+    y_pixels = Tensor(k, y).dim(2) * Tensor(k, y).dim(3)
+    piece = PIECE_FLOPS + CHUNK_FLOPS / channels  # (of no channels: infinity or NaN, not taken)
+    direct = TAP_FLOPS * taps * (_number(k, to.dim(0) * y_pixels) * (1 / OUTPUTS**2))
+    spared = (direct - piece * pieces * patches) * channels * filters
+    spent = (READ_FLOPS * channels * pieces + WRITE_FLOPS * filters) * patches
+    return takes & (spared > spent + FILTER_FLOPS * pieces * channels * filters)
+
+
 def _choose(
-    k: LibraryBuilder, direction: str, conv: Int, x: Int, y: Int, use: Callable[[str], None]
-) -> None:
+    k: LibraryBuilder, direction: str, conv: Int, x: Int, w: Int, y: Int,
+    use: Callable[[str], None],
+) -> None:  # fmt: skip
     """use(name of the kernel), in a branch for each kernel that may take the call."""
     groups = k.member("bs_convolution", conv, "groups")
 
@@ -164,9 +197,25 @@ def _choose(
             with pixels:
                 use(f"{name}_pixels")
 
-    if direction != "backward_data":
-        by_layout("forward" if direction == "forward" else "filter", x)
+    if direction == "backward_filter":
+        by_layout("filter", x)
         return
+    image, out = (x, y) if direction == "forward" else (y, x)
+    with k.if_else(_has_few_products(k, conv, image, w, out, y)) as (transformed, direct):
+        with transformed:
+            use("forward_winograd" if direction == "forward" else "gather_winograd")
+        with direct:
+            if direction == "forward":
+                by_layout("forward", x)
+            else:
+                _choose_gradient(k, conv, x, y, by_layout, use)
+
+
+def _choose_gradient(
+    k: LibraryBuilder, conv: Int, x: Int, y: Int, by_layout: Callable[[str, Int], None],
+    use: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Backward_data by the definition: gathered from dy, or scattered into dx."""
     gathers = k.variable(1)
     inside, outside = k.variable(_number(k, k.as_int(1))), k.variable(_number(k, k.as_int(1)))
     with k.loop(2, Tensor(k, x).rank) as axis:
@@ -175,7 +224,7 @@ def _choose(
         inside.set(inside.value * _number(k, Tensor(k, y).dim(axis)))
         outside.set(outside.value * _number(k, Tensor(k, x).dim(axis)))
     little = outside.value <= inside.value * GATHER_PIXELS
-    channels = _runs_by_channel(k, y, groups)
+    channels = _runs_by_channel(k, y, k.member("bs_convolution", conv, "groups"))
     with k.if_else(gathers.value.ne(0) & (little | channels)) as (gather, scatter):
         with gather:
             by_layout("gather", y)
@@ -196,7 +245,7 @@ def _emit_sizes(k: LibraryBuilder) -> None:
                             size = k.ask(f"size_{name}_{dtype}", *tensors, threads)
                             found.set(size)
 
-            _choose(k, direction, conv, x, y, use)
+            _choose(k, direction, conv, x, w, y, use)
             k.give(found.value)
     with k.api("bs_convolution_workspace_size") as call:
         conv, x, w, y = (call[n] for n in ("convolution", "x", "w", "y"))
@@ -247,7 +296,7 @@ def _emit_entry(k: LibraryBuilder, direction: str) -> None:
                             call["alpha"], call["beta"],
                         )  # fmt: skip
 
-        _choose(k, direction, conv, x, y, use)
+        _choose(k, direction, conv, x, w, y, use)
 
 
 def _emit_bias_entry(k: LibraryBuilder) -> None:

@@ -138,15 +138,19 @@ def group_filter_bytes(s: Shape, turned: bool) -> Any:
 
 
 class Frame:
-    """The image as products read it: in place, or its copy in the workspace."""
+    """The image as products read it: in place, or its copy in the workspace. A copy is always
+    made where `extent` says how many positions it has along each axis, with its columns sorted
+    by their residue modulo `cut`."""
 
     def __init__(
-        self, k: LibraryBuilder, dtype: str, shape: Shape, by_channel: bool, space: Workspace
-    ) -> None:
+        self, k: LibraryBuilder, dtype: str, shape: Shape, by_channel: bool, space: Workspace,
+        extent: Sequence[IntLike] | None = None, cut: IntLike | None = None,
+    ) -> None:  # fmt: skip
         self.k, self.dtype, self.shape, self.by_channel = k, dtype, shape, by_channel
         self.item, self.lanes = itemsize(dtype), k.lanes(dtype)
-        self.extent = [shape.reach(a) for a in range(MAX_AXES)]
-        leaves = k.as_int(0).ne(0)
+        self.extent = extent or [shape.reach(a) for a in range(MAX_AXES)]
+        self.cut = shape.stride[2] if cut is None else cut
+        leaves = k.as_int(0).ne(0) if extent is None else k.as_int(1).ne(0)
         for size, pad, extent in zip(shape.size, shape.pad, self.extent):
             leaves = k.as_int(pad).ne(0) | (extent - pad > size) | leaves
         if not by_channel:
@@ -175,7 +179,7 @@ class Frame:
             column = s.channels * s.groups * self.item
             row = width * column
             return Strides(depth * height * row, self.item, (height * row, row), column)
-        cut = s.stride[2]
+        cut = self.cut
         residue = ceil_div(width, cut) * self.item
         row = residue * cut
         plane = depth * height * row + self.lanes * self.item
