@@ -1,4 +1,5 @@
-"""Which calls happen inside given modules: hooks around their forward and backward passes."""
+"""Which calls happen inside given modules: hooks around their forward passes, and around the nodes
+of autograd's graph that these leave behind."""
 
 from __future__ import annotations
 
@@ -29,8 +30,6 @@ class Layers:
             self._hooks += [
                 module.register_forward_pre_hook(self._enter),
                 module.register_forward_hook(self._leave, always_call=True),
-                module.register_full_backward_pre_hook(self._enter),
-                module.register_full_backward_hook(self._leave),
             ]
 
     def active(self) -> bool:
@@ -45,5 +44,29 @@ class Layers:
     def _enter(self, *_: Any) -> None:
         self._depth.value += 1
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, module: Any, inputs: Any, output: Any) -> None:
+        self._exit()
+        for node in _nodes_between(inputs, output):
+            node.register_prehook(self._enter)
+            node.register_hook(self._exit)
+
+    def _exit(self, *_: Any) -> None:
         self._depth.value = max(0, self._depth.value - 1)
+
+
+def _nodes_between(inputs: Any, output: Any) -> list[Any]:
+    """The nodes of autograd's graph from the outputs back to the inputs, which are not among
+    them, nor are those that add up gradients of parameters."""
+    leaves = torch.utils._pytree.tree_leaves
+    stop = {t.grad_fn for t in leaves(inputs) if isinstance(t, torch.Tensor)}
+    todo = [t.grad_fn for t in leaves(output) if isinstance(t, torch.Tensor)]
+    found: list[Any] = []
+    while todo:
+        node = todo.pop()
+        if node is None or node in stop:
+            continue
+        stop.add(node)
+        if type(node).__name__ != "AccumulateGrad":
+            found.append(node)
+            todo += [following for following, _ in node.next_functions]
+    return found
