@@ -27,6 +27,7 @@ DIRECTIONS = ENUMS["bs_direction"]
 # channel and a filter: what a tap costs by the definition, and what a 3x3 piece of the window does
 # (16 products at 0.9 of the rate); reading a channel, writing an output, transforming a filter.
 TAP_FLOPS, PIECE_FLOPS = 8.0, 36.0
+SCATTERED = 1.3  # what scattering, or gathering with padding, costs against plain products
 CHUNK_FLOPS = 400.0  # to add a chunk's sums to those in memory, however few its channels
 READ_FLOPS, WRITE_FLOPS, FILTER_FLOPS = 200.0, 900.0, 600.0
 
@@ -161,7 +162,9 @@ def _runs_by_channel(k: LibraryBuilder, tensor: Int, groups: Int) -> Mask:
     return neighbours & (t.dim(1) >= groups * FEW_CHANNELS)
 
 
-def _has_few_products(k: LibraryBuilder, conv: Int, image: Int, w: Int, out: Int, y: Int) -> Mask:
+def _has_few_products(
+    k: LibraryBuilder, conv: Int, image: Int, w: Int, out: Int, y: Int, scatters: bool
+) -> Mask:
     """Whether Winograd's method takes the call, and its transforms cost less than they spare of
     what the definition spends: a product for every tap and pixel of y."""
     ti, tw, to = Tensor(k, image), Tensor(k, w), Tensor(k, out)
@@ -178,6 +181,8 @@ def _has_few_products(k: LibraryBuilder, conv: Int, image: Int, w: Int, out: Int
     y_pixels = Tensor(k, y).dim(2) * Tensor(k, y).dim(3)
     piece = PIECE_FLOPS + CHUNK_FLOPS / channels  # (of no channels: infinity or NaN, not taken)
     direct = TAP_FLOPS * taps * (_number(k, to.dim(0) * y_pixels) * (1 / OUTPUTS**2))
+    if scatters:
+        direct = direct * SCATTERED
     spared = (direct - piece * pieces * patches) * channels * filters
     spent = (READ_FLOPS * channels * pieces + WRITE_FLOPS * filters) * patches
     return takes & (spared > spent + FILTER_FLOPS * pieces * channels * filters)
@@ -201,7 +206,8 @@ def _choose(
         by_layout("filter", x)
         return
     image, out = (x, y) if direction == "forward" else (y, x)
-    with k.if_else(_has_few_products(k, conv, image, w, out, y)) as (transformed, direct):
+    scatters = direction != "forward"
+    with k.if_else(_has_few_products(k, conv, image, w, out, y, scatters)) as (transformed, direct):
         with transformed:
             use("forward_winograd" if direction == "forward" else "gather_winograd")
         with direct:
