@@ -8,6 +8,7 @@ A marked part lies between `<!-- begin NAME -->` and `<!-- end NAME -->`.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
 import sys
@@ -70,12 +71,26 @@ def cudnn_table() -> str:
     return "\n".join(rows)
 
 
-# (document, marker) -> what stands there
+def torch_table() -> str | None:
+    """PyTorch's operators that bedstone takes over; None where PyTorch is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    from bedstone.frameworks.torch import overrides
+
+    rows = ["| kind | operators of `torch.ops.aten` |", "|---|---|"]
+    for kind in ("CONVOLUTION", "POOLING", "POINTWISE", "NORMALIZATION"):
+        names = ", ".join(f"`{operator.name}`" for operator in getattr(overrides, kind))
+        rows.append(f"| {kind.lower()} | {names} |")
+    return "\n".join(rows)
+
+
+# (document, marker) -> what stands there; None leaves it as it is
 PARTS = {
     ("README.md", "algorithms"): support_table,
     ("docs/planning.md", "settings"): settings_table,
     ("docs/reference.md", "functional"): functional_reference,
     ("docs/from_cudnn.md", "cudnn"): cudnn_table,
+    ("docs/pytorch.md", "torch"): torch_table,
 }
 
 
@@ -94,7 +109,8 @@ def stale(write: bool) -> list[str]:
     for (document, marker), content in PARTS.items():
         path = ROOT / document
         old = path.read_text(encoding="utf-8")
-        new = updated(old, marker, content())
+        made = content()
+        new = old if made is None else updated(old, marker, made)
         if new != old:
             found.append(document)
             if write:
