@@ -118,6 +118,15 @@ def test_a_network_learns(tmp_path):
     assert_learns(run(program))
 
 
+def test_the_program_of_the_documents(tmp_path):
+    page = (ROOT / "docs" / "c_library.md").read_text(encoding="utf-8")
+    source = tmp_path / "first.c"
+    source.write_text(re.search(r"```c\n(.*?)```", page, re.DOTALL).group(1))
+    cc = compiler("cc", "gcc", "clang")
+    program = compiled(cc, source, library_folder("native"), tmp_path, "-std=c99")
+    assert run(program) == "no error\n"
+
+
 def test_static_library(cases, tmp_path):
     folder, cc = library_folder("native"), compiler("cc", "gcc", "clang")
     out = tmp_path / "static"
