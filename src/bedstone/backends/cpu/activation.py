@@ -124,7 +124,7 @@ DERIVATIVE: dict[str, Formula] = {  # of y, or of x for the kinds that need it
     "clip": lambda y, a, b: inside(y, a, b, 1.0),
     "elu": lambda y, a, b: y.k.select(y > 0.0, 1.0, y + a),
     "sigmoid": lambda y, a, b: y * (1.0 - y),
-    "tanh": lambda y, a, b: y.k.fma(-y, y, 1.0),
+    "tanh": lambda y, a, b: (1.0 - y) * (y + 1.0),  # without FMA 1 - y * y would lose digits
     "hard_sigmoid": lambda y, a, b: inside(y, 0.0, 1.0, a),
     "hard_swish": hard_swish_derivative,
     "silu": lambda x, a, b: silu_derivative(x),
