@@ -309,7 +309,11 @@ def test_cuda_tensors(name, dtype):
     ours, theirs, dims = CASES[name]
     wide = [randn(*d, dtype=getattr(torch, dtype)).double().requires_grad_() for d in dims]
     inputs = [t.detach().to("cuda", getattr(torch, dtype)).requires_grad_() for t in wide]
-    y, expected = ours(*inputs), theirs(*wide)
+    expected = theirs(*wide)
+    try:
+        y = ours(*inputs)
+    except bedstone.NotSupported as error:  # no kernel for GPUs: the message says so
+        pytest.skip(str(error))
     close(y.cpu(), expected.to(y.dtype))
     dy = torch.randn_like(y)
     for got, wanted in zip(
