@@ -245,12 +245,19 @@ class Product:
                     run = self.run_of(column_table, n, columns)
                     source = sums + j * (lanes * tile.item)
                     with k.if_else(run.is_whole) as (whole, apart):
-                        with whole, k.loop(0, count) as m:
-                            at = place(m) + run.first
-                            value = k.load(source + m * tile.step_bytes, self.dtype, lanes)
-                            added = bias(m, n, lanes)
-                            result = combine(value, at, alpha, beta, added)
-                            k.store(result, at, self.dtype)
+                        with whole:
+                            plain = beta.eq(0.0) & row_bias.eq(0) & column_bias.eq(0)
+                            with k.if_else(plain) as (scaled, combined):
+                                with scaled, k.loop(0, count) as m:
+                                    value = k.load(source + m * tile.step_bytes, self.dtype, lanes)
+                                    value = value * k.cast(alpha, value)
+                                    k.store(value, place(m) + run.first, self.dtype)
+                                with combined, k.loop(0, count) as m:
+                                    at = place(m) + run.first
+                                    value = k.load(source + m * tile.step_bytes, self.dtype, lanes)
+                                    added = bias(m, n, lanes)
+                                    result = combine(value, at, alpha, beta, added)
+                                    k.store(result, at, self.dtype)
                         with (
                             apart,
                             k.loop(0, count) as m,

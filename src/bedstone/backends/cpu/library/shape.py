@@ -9,14 +9,20 @@ whatever the tap, and no product asks for bounds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from bedstone.backends.cpu.builder import I64
 from bedstone.backends.cpu.irtypes import itemsize
 from bedstone.backends.cpu.library.interface import MAX_AXES
-from bedstone.backends.cpu.library.language import LibraryBuilder, Tensor, Workspace, ceil_div
+from bedstone.backends.cpu.library.language import (
+    WORD,
+    LibraryBuilder,
+    Tensor,
+    Workspace,
+    ceil_div,
+)
 from bedstone.backends.cpu.values import Int, IntLike
 
 FEW_CHANNELS = 8  # fewer than this in a row are not worth vectors over channels
@@ -270,12 +276,19 @@ def emit_fill_offsets(k: LibraryBuilder) -> None:
         at = k.variable(table)
         with k.loop(0, outer) as i0, k.loop(0, d) as i1, k.loop(0, h) as i2:
             base = i0 * outer_step + i1 * d_step + i2 * h_step
-            with k.loop(0, w) as i3:
-                place = i3 * w_step
-                offset = base + place % cut * residue + place // cut * column
-                with k.loop(0, inner) as i4:
-                    k.put(offset + i4 * inner_step, at.value)
-                    at.set(at.value + 8)
+
+            def fill(offset_of: Callable[[Int], Int], base: Int = base) -> None:
+                with k.loop(0, w) as i3:
+                    offset = base + offset_of(i3 * w_step)
+                    with k.loop(0, inner) as i4:
+                        k.put(offset + i4 * inner_step, at.value)
+                        at.set(at.value + WORD)
+
+            with k.if_else(cut.eq(1)) as (plain, apart):  # divisions take as long as all the rest
+                with plain:
+                    fill(lambda place: place * column)
+                with apart:
+                    fill(lambda place: place % cut * residue + place // cut * column)
 
 
 def fill_pixels(k: LibraryBuilder, table: Int, s: Shape, strides: Strides, steps: Any) -> None:
