@@ -26,6 +26,7 @@ class Layer:
     tops: int | tuple[int, int | None] = 1
     loss = False  # whether the first top is a loss by default
     no_gradient: tuple[int, ...] = ()  # bottoms that never have one (labels)
+    in_place = False  # whether a top may be the bottom of the same number
 
     def __init__(self, param: Any, net: Any) -> None:
         self.param, self.net = param, net
@@ -42,12 +43,16 @@ class Layer:
         return InvalidDescriptor(f"layer {self.name}: {field}", value, expected)
 
     def check_counts(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
-        """Raises InvalidDescriptor where there are too few or too many bottoms or tops."""
+        """Raises InvalidDescriptor where there are too few or too many bottoms or tops, or a top is
+        a bottom of a layer that cannot work in place."""
         for field, allowed, blobs in (("bottoms", self.bottoms, bottom), ("tops", self.tops, top)):
             least, most = (allowed, allowed) if isinstance(allowed, int) else allowed
             if len(blobs) < least or (most is not None and len(blobs) > most):
                 wanted = f"{least}" if least == most else f"{least} to {most or 'any number'}"
                 raise self.wrong(f"number of {field}", len(blobs), wanted)
+        if not self.in_place and any(blob is other for blob in bottom for other in top):
+            names = list(self.param.top)
+            raise self.wrong("top", names, f"no bottom: {self.type} cannot work in place")
 
     def prepare(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         """`reshape`, if a bottom's shape is another than last time."""

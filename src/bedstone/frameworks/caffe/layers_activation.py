@@ -23,6 +23,7 @@ from bedstone.frameworks.caffe.registry import register
 class Elementwise(Layer):
     """The base: top of the bottom's shape."""
 
+    in_place = True
     keeps_bottom = False  # whether backward reads the bottom
 
     def reshape(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:

@@ -51,6 +51,8 @@ class Softmaxing(Layer):
 class Softmax(Softmaxing):
     """e^x over its sum along an axis."""
 
+    in_place = True
+
     def setup(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         self.choose(bottom[0])
 

@@ -79,6 +79,8 @@ class BatchNorm(Layer):
     """(x - mean) / sqrt(variance + eps) by channel: of the batch in training, of the averages kept
     in the blobs in testing. Blobs: sum of means, sum of variances, and their common weight."""
 
+    in_place = True
+
     def setup(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         param = self.param.batch_norm_param
         given = param.HasField("use_global_stats")
@@ -292,6 +294,8 @@ class Bias(Broadcast):
 @register("MVN")
 class Mvn(Layer):
     """Each image's channel (or image) less its mean, over its standard deviation + eps."""
+
+    in_place = True
 
     def reshape(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         shape = bottom[0].shape

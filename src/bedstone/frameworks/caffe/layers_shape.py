@@ -177,6 +177,7 @@ class Eltwise(Layer):
     """Product, weighted sum or maximum of the bottoms."""
 
     bottoms = (2, None)
+    in_place = True
 
     def setup(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         param = self.param.eltwise_param
