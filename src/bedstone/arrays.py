@@ -10,13 +10,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from bedstone.spec.dtypes import DType
 from bedstone.spec.errors import InvalidDescriptor
-from bedstone.spec.tensor import TensorDesc
+from bedstone.spec.tensor import DESCRIPTORS_KEPT, TensorDesc
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,7 @@ def _from_torch(tensor: Any) -> ArrayRef:
         raise InvalidDescriptor("layout", str(tensor.layout), "a strided (dense) tensor")
     if tensor.is_neg():  # a view of the imaginary part of a conjugate
         raise InvalidDescriptor("sign", "a lazily negated view", "tensor.resolve_neg()")
-    dims, strides = tuple(tensor.shape), tensor.stride()
-    if not dims:
-        dims, strides = (1,), (1,)
-    desc = TensorDesc(dims, strides, DType.of(tensor.dtype))
+    desc = _described(tensor.shape, tensor.stride(), tensor.dtype)
     if device.type == "cpu":
         return ArrayRef(tensor.data_ptr(), desc, owner=tensor)
     if device.type != "cuda":
@@ -96,6 +94,12 @@ def _from_torch(tensor: Any) -> ArrayRef:
     index = device.index or 0
     stream = _torch().cuda.current_stream(index).cuda_stream
     return ArrayRef(tensor.data_ptr(), desc, "cuda", index, False, stream, tensor)
+
+
+@lru_cache(DESCRIPTORS_KEPT)
+def _described(dims: Any, strides: tuple[int, ...], dtype: Any) -> TensorDesc:
+    """The descriptor of a tensor; a call describes the same ones again."""
+    return TensorDesc(tuple(dims) or (1,), tuple(strides) or (1,), DType.of(dtype))
 
 
 def _torch() -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from bedstone.spec.errors import InvalidDescriptor
 
 MAX_RANK = 8
 INT64_MAX = 2**63 - 1
+DESCRIPTORS_KEPT = 4096  # of NumPy arrays; as many as a handle keeps plans
 
 # Logical order of the letters, by rank. "NHWC" names a memory order over the same logical dims.
 LOGICAL_ORDERS = {2: "NC", 3: "NCW", 4: "NCHW", 5: "NCDHW"}
@@ -90,14 +91,7 @@ class TensorDesc:
     @classmethod
     def of(cls, array: np.ndarray[Any, Any]) -> TensorDesc:
         """The descriptor of a NumPy array. Byte strides must be whole elements."""
-        itemsize = array.dtype.itemsize
-        if array.ndim == 0:
-            return cls((1,), (1,), DType.of(array.dtype))
-        if any(s % itemsize for s in array.strides):
-            raise InvalidDescriptor(
-                "strides", array.strides, f"multiples of the element size, {itemsize} bytes"
-            )
-        return cls(array.shape, tuple(s // itemsize for s in array.strides), DType.of(array.dtype))
+        return _of_numpy(array.shape, array.strides, array.dtype)
 
     @property
     def rank(self) -> int:
@@ -204,3 +198,15 @@ def memory_order(rank: int, layout: str | None) -> tuple[int, ...]:
         expected = f"a permutation of {letters!r}" if letters else "None (row-major) for this rank"
         raise InvalidDescriptor("layout", layout, expected)
     return tuple(letters.index(letter) for letter in name)
+
+
+@lru_cache(DESCRIPTORS_KEPT)
+def _of_numpy(dims: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]) -> TensorDesc:
+    """The descriptor of an array with these byte strides; a call describes the same ones again."""
+    itemsize = dtype.itemsize
+    if not dims:
+        return TensorDesc((1,), (1,), DType.of(dtype))
+    if any(s % itemsize for s in strides):
+        expected = f"multiples of the element size, {itemsize} bytes"
+        raise InvalidDescriptor("strides", strides, expected)
+    return TensorDesc(dims, tuple(s // itemsize for s in strides), DType.of(dtype))
