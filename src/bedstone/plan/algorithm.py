@@ -4,10 +4,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from bedstone.plan.device import Device
 from bedstone.spec.problem import Problem
+
+
+@dataclass(frozen=True)
+class NativeEntry:
+    """Machine code behind a kernel, for callers that are compiled themselves:
+
+        void entry(int64 pointers..., int64 workspace, double alpha, double beta, int64 threads)
+
+    address   of the function;  pointers  how many come first, in the order of the operands
+    owner     keeps the code in memory: hold it as long as the address is used
+    """
+
+    address: int
+    pointers: int
+    owner: object
 
 
 class Kernel(Protocol):

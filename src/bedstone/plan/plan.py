@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from bedstone.arrays import ArrayRef, as_array_ref
-from bedstone.plan.algorithm import Kernel
+from bedstone.plan.algorithm import Kernel, NativeEntry
 from bedstone.plan.device import Device
 from bedstone.plan.select import Choice
 from bedstone.spec.errors import InvalidDescriptor
@@ -47,6 +47,12 @@ class Plan:
         `problem.operands` (inputs first). `workspace` is the address of `workspace_size` bytes.
         Nothing is checked: a wrong address is undefined behaviour, as in any BLAS."""
         self.kernel(pointers, workspace, alpha, beta, stream)
+
+    @property
+    def native_entry(self) -> NativeEntry | None:
+        """The machine code of a CPU plan, to be called from other compiled code; None for plans
+        that are run by Python or on a GPU."""
+        return getattr(self.kernel, "native", None)
 
     def execute(
         self,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from bedstone.backends.cpu import threads
 from bedstone.backends.cpu.objects import Emit, LoadedObject, obtain
+from bedstone.plan.algorithm import NativeEntry
 from bedstone.plan.config import get_num_threads
 
 ENTRY = "entry"
@@ -22,6 +23,7 @@ class CompiledKernel:
     def __init__(self, code: LoadedObject, pointers: int, description: str) -> None:
         argtypes = [ctypes.c_int64] * (pointers + 1) + [ctypes.c_double] * 2 + [ctypes.c_int64]
         self._entry = code.function(ENTRY, argtypes)
+        self.native = NativeEntry(code.address(ENTRY), pointers, code)
         self.description = description
 
     def __call__(

@@ -1,0 +1,148 @@
+"""Plans as XLA custom calls: a typed FFI handler in machine code for every plan, made by llvmlite.
+
+XLA calls a handler with a call frame: pointers to buffers, in and out. The handler takes their data
+pointers, calls the plan's machine code and returns; no Python runs. Asked for its metadata, it
+answers with the version of the interface. The layout of the structures is that of
+xla/ffi/api/c_api.h, which comes with jaxlib. Targets are registered under a name made from the
+problem, so no address enters a compiled program: one that is loaded from JAX's persistent cache
+finds its target by that name, which tracing has registered.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import llvmlite.binding as llvm
+
+from bedstone import InvalidDescriptor, Plan, Problem, default_handle, get_num_threads
+
+# Bytes that a plan may use beside its operands; XLA allocates them as one more result.
+WORKSPACE_LIMIT = 256 << 20
+METADATA = 1  # type of the extension that asks for it
+# Offsets in bytes: of the call frame, an extension, the metadata, a buffer.
+FRAME_EXTENSION, FRAME_ARGUMENTS, FRAME_RESULTS = 8, 72, 112
+EXTENSION_TYPE, EXTENSION_METADATA = 8, 24
+VERSION_MAJOR, VERSION_MINOR, TRAITS, STATE_TYPE = 24, 28, 32, 40
+BUFFER_DATA = 24
+
+_threads = ctypes.c_int64(0)  # read by every handler at every call
+_kept: list[Any] = []  # code that XLA may call until the process ends
+_lock = threading.Lock()
+
+
+@functools.cache
+def interface_version() -> tuple[int, int]:
+    """(major, minor) of the FFI of the jaxlib that is installed."""
+    text = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text(encoding="utf-8")
+    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    if None in found:
+        raise InvalidDescriptor("jaxlib", str(jax.ffi.include_dir()), "a known FFI header")
+    return tuple(int(m.group(1)) for m in found)  # type: ignore[union-attr, return-value]
+
+
+def _data(source: int, number: int) -> str:
+    """IR: %pN = the data pointer of buffer `number` of the list at %frame + source."""
+    name = f"p{source}_{number}"
+    return f"""
+  %a{name} = getelementptr i8, ptr %frame, i64 {source}
+  %l{name} = load ptr, ptr %a{name}
+  %e{name} = getelementptr ptr, ptr %l{name}, i64 {number}
+  %b{name} = load ptr, ptr %e{name}
+  %d{name} = getelementptr i8, ptr %b{name}, i64 {BUFFER_DATA}
+  %{name} = load i64, ptr %d{name}"""
+
+
+def handler_ir(
+    inputs: int, outputs: int, workspace: bool, entry: int, threads: int, version: tuple[int, int]
+) -> str:
+    """The handler's module. Operands are the inputs, then the outputs; the workspace is the last
+    result."""
+    places = [(FRAME_ARGUMENTS, i) for i in range(inputs)]
+    places += [(FRAME_RESULTS, i) for i in range(outputs + workspace)]
+    loads = "".join(_data(*place) for place in places)
+    words = [f"i64 %p{source}_{number}" for source, number in places]
+    if not workspace:
+        words.append("i64 0")
+    kinds = ", ".join(["i64"] * len(words) + ["double", "double", "i64"])
+    return f"""
+define ptr @handler(ptr %frame) {{
+  %extension_at = getelementptr i8, ptr %frame, i64 {FRAME_EXTENSION}
+  %extension = load ptr, ptr %extension_at
+  %none = icmp eq ptr %extension, null
+  br i1 %none, label %run, label %asked
+asked:
+  %type_at = getelementptr i8, ptr %extension, i64 {EXTENSION_TYPE}
+  %type = load i32, ptr %type_at
+  %is_metadata = icmp eq i32 %type, {METADATA}
+  br i1 %is_metadata, label %answer, label %run
+answer:
+  %metadata_at = getelementptr i8, ptr %extension, i64 {EXTENSION_METADATA}
+  %metadata = load ptr, ptr %metadata_at
+  %major = getelementptr i8, ptr %metadata, i64 {VERSION_MAJOR}
+  store i32 {version[0]}, ptr %major
+  %minor = getelementptr i8, ptr %metadata, i64 {VERSION_MINOR}
+  store i32 {version[1]}, ptr %minor
+  %traits = getelementptr i8, ptr %metadata, i64 {TRAITS}
+  store i32 0, ptr %traits
+  %state = getelementptr i8, ptr %metadata, i64 {STATE_TYPE}
+  store i64 0, ptr %state
+  ret ptr null
+run:{loads}
+  %threads_at = inttoptr i64 {threads} to ptr
+  %threads = load i64, ptr %threads_at
+  %entry = inttoptr i64 {entry} to ptr
+  call void ({kinds}) %entry({", ".join(words)}, double 1.0, double 0.0, i64 %threads)
+  ret ptr null
+}}
+"""
+
+
+class Target:
+    """A registered plan: the name for `jax.ffi.ffi_call`, and the bytes of workspace it wants."""
+
+    def __init__(self, name: str, workspace: int, algorithm: str) -> None:
+        self.name, self.workspace, self.algorithm = name, workspace, algorithm
+
+
+@functools.lru_cache(4096)
+def target(problem: Problem) -> Target | str:
+    """The target that runs a problem on the CPU, registered; or why there is none."""
+    plan = default_handle().plan(problem, workspace_limit=WORKSPACE_LIMIT)
+    entry = plan.native_entry
+    if entry is None or plan.algorithm.startswith("reference:"):
+        return "no compiled kernel for this problem"
+    with _lock:
+        return _register(problem, plan, entry)
+
+
+def _register(problem: Problem, plan: Plan, entry: Any) -> Target:
+    word = hashlib.sha256(f"{plan.algorithm} {problem}".encode()).hexdigest()[:24]
+    name = f"bedstone_{word}"
+    ir = handler_ir(
+        len(problem.inputs), len(problem.outputs), plan.workspace_size > 0, entry.address,
+        ctypes.addressof(_threads), interface_version(),
+    )  # fmt: skip
+    module = llvm.parse_assembly(ir)
+    module.verify()
+    machine = llvm.Target.from_default_triple().create_target_machine(codemodel="jitdefault")
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(
+        engine.get_function_address("handler")
+    )
+    _kept.append((engine, function, entry.owner))
+    update_threads()
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
+    return Target(name, plan.workspace_size, plan.algorithm)
+
+
+def update_threads() -> None:
+    """Handlers use `bedstone.get_num_threads()` as it is now."""
+    _threads.value = get_num_threads()

@@ -1,0 +1,201 @@
+"""Convolution and its two gradients as primitives of JAX.
+
+Each is bilinear, and the derivatives of each by its operands are the other two: that gives jvp,
+grad and any order. Batches (vmap) are folded into N, or into groups where filters differ. Arrays
+stay as JAX has them: dimension numbers become strides of the descriptors, nothing is transposed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+from bedstone import ConvolutionDesc, ConvolutionProblem, TensorDesc
+from bedstone.frameworks.jax import handler
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class How:
+    """Everything about a convolution but the shapes.
+
+    x, w, y   places of (N, C, spatial...), (K, C, spatial...) and (N, K, spatial...) in the arrays'
+              shapes, as jax.lax.ConvDimensionNumbers has them
+    """
+
+    stride: Shape
+    padding: tuple[tuple[int, int], ...]
+    dilation: Shape
+    groups: int
+    x: Shape
+    w: Shape
+    y: Shape
+
+    @property
+    def conv(self) -> ConvolutionDesc:
+        axes = len(self.stride)
+        return ConvolutionDesc.of(
+            axes, list(self.padding), list(self.stride), list(self.dilation), self.groups
+        )
+
+    def with_groups(self, groups: int) -> How:
+        """The same with another number of groups."""
+        return How(self.stride, self.padding, self.dilation, groups, self.x, self.w, self.y)
+
+    def y_shape(self, x: Shape, w: Shape) -> Shape:
+        """The shape of the result, in its own order."""
+        dims = self.conv.output_dims(_logical(x, self.x), _logical(w, self.w))
+        return _placed(dims, self.y)
+
+
+def _logical(shape: Shape, places: Shape) -> Shape:
+    return tuple(shape[place] for place in places)
+
+
+def _placed(dims: Shape, places: Shape) -> Shape:
+    shape = [0] * len(dims)
+    for dim, place in zip(dims, places):
+        shape[place] = dim
+    return tuple(shape)
+
+
+def _desc(shape: Shape, places: Shape, dtype: Any) -> TensorDesc:
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return TensorDesc(_logical(shape, places), _logical(tuple(strides), places), str(dtype))
+
+
+def problem(direction: str, how: How, x: Shape, w: Shape, y: Shape, dtype: Any) -> Any:
+    """The problem of one direction on arrays of these shapes."""
+    descs = (_desc(s, p, dtype) for s, p in ((x, how.x), (w, how.w), (y, how.y)))
+    return ConvolutionProblem(direction, *descs, how.conv)
+
+
+def _shapes(direction: str, how: How, a: Any, b: Any, shape: Shape) -> tuple[Shape, Shape, Shape]:
+    """The shapes of x, w and y, from the two operands and the result's own shape."""
+    if direction == "forward":
+        return a.shape, b.shape, shape
+    if direction == "backward_data":  # (dy, w) -> dx
+        return shape, b.shape, a.shape
+    return a.shape, shape, b.shape  # (x, dy) -> dw
+
+
+def _run(direction: str, a: Any, b: Any, *, how: How, shape: Shape) -> Any:
+    """The custom call. Plans want (x, w), (w, dy) and (x, dy)."""
+    found = handler.target(problem(direction, how, *_shapes(direction, how, a, b, shape), a.dtype))
+    if isinstance(found, str):
+        raise NotImplementedError(f"bedstone: {found}")
+    operands = (b, a) if direction == "backward_data" else (a, b)
+    results = [jax.ShapeDtypeStruct(shape, a.dtype)]
+    if found.workspace:
+        results.append(jax.ShapeDtypeStruct((found.workspace,), jnp.uint8))
+    return jax.ffi.ffi_call(found.name, results)(*operands)[0]
+
+
+def _primitive(direction: str) -> Any:
+    made = core.Primitive(f"bedstone_convolution_{direction}")
+    run = functools.partial(_run, direction)
+    made.def_impl(jax.jit(run, static_argnames=("how", "shape")))
+
+    def abstract(a: Any, b: Any, *, how: How, shape: Shape) -> Any:
+        return jax.core.ShapedArray(shape, a.dtype)
+
+    made.def_abstract_eval(abstract)
+    mlir.register_lowering(made, mlir.lower_fun(run, multiple_results=False), platform="cpu")
+    return made
+
+
+forward_p = _primitive("forward")
+data_p = _primitive("backward_data")
+filter_p = _primitive("backward_filter")
+
+
+def _shape_of(primal: Any) -> Shape:
+    return tuple(primal.aval.shape)
+
+
+# Derivatives: a bilinear function's, by each operand, is the function with the other held.
+
+ad.defbilinear(
+    forward_p,
+    lambda ct, x, w, how, shape: data_p.bind(ct, w, how=how, shape=_shape_of(x)),
+    lambda ct, x, w, how, shape: filter_p.bind(x, ct, how=how, shape=_shape_of(w)),
+)
+ad.defbilinear(
+    data_p,
+    lambda ct, dy, w, how, shape: forward_p.bind(ct, w, how=how, shape=_shape_of(dy)),
+    lambda ct, dy, w, how, shape: filter_p.bind(ct, dy, how=how, shape=_shape_of(w)),
+)
+ad.defbilinear(
+    filter_p,
+    lambda ct, x, dy, how, shape: data_p.bind(dy, ct, how=how, shape=_shape_of(x)),
+    lambda ct, x, dy, how, shape: forward_p.bind(x, ct, how=how, shape=_shape_of(dy)),
+)
+
+
+# Batches.
+
+
+def _fold(array: Any, at: int, axis: int) -> Any:
+    """Batch axis `at` joined with `axis` (of the shape without it), slower than it."""
+    array = jnp.moveaxis(array, at, axis)
+    shape = array.shape
+    return array.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+
+
+def _unfold(array: Any, axis: int, size: int) -> Any:
+    """The batch taken out of `axis` again, to the front."""
+    shape = array.shape
+    split = array.reshape(*shape[:axis], size, shape[axis] // size, *shape[axis + 1 :])
+    return jnp.moveaxis(split, axis, 0)
+
+
+def _grown(shape: Shape, axis: int, size: int) -> Shape:
+    return (*shape[:axis], shape[axis] * size, *shape[axis + 1 :])
+
+
+def _spread(array: Any, at: int | None, size: int) -> tuple[Any, int]:
+    if at is not None:
+        return array, at
+    return jnp.broadcast_to(array, (size, *array.shape)), 0
+
+
+def _batch_images(made: Any, first: str, result: str) -> Any:
+    """Rule of forward and data: images in batches go to N; filters in batches make groups."""
+
+    def rule(arguments: Any, dims: Any, *, how: How, shape: Shape) -> tuple[Any, int]:
+        (a, w), (a_at, w_at) = arguments, dims
+        size = a.shape[a_at] if a_at is not None else w.shape[w_at]
+        places, out = getattr(how, first), getattr(how, result)
+        if w_at is None:
+            y = made.bind(_fold(a, a_at, places[0]), w, how=how, shape=_grown(shape, out[0], size))
+            return _unfold(y, out[0], size), 0
+        a, w = _fold(*_spread(a, a_at, size), places[1]), _fold(w, w_at, how.w[0])
+        grouped = how.with_groups(how.groups * size)
+        y = made.bind(a, w, how=grouped, shape=_grown(shape, out[1], size))
+        return _unfold(y, out[1], size), 0
+
+    return rule
+
+
+def _batch_filter(arguments: Any, dims: Any, *, how: How, shape: Shape) -> tuple[Any, int]:
+    """Rule of the gradient by filter: each of the batch is a group."""
+    (x, dy), (x_at, dy_at) = arguments, dims
+    size = x.shape[x_at] if x_at is not None else dy.shape[dy_at]
+    x = _fold(*_spread(x, x_at, size), how.x[1])
+    dy = _fold(*_spread(dy, dy_at, size), how.y[1])
+    grouped = how.with_groups(how.groups * size)
+    dw = filter_p.bind(x, dy, how=grouped, shape=_grown(shape, how.w[0], size))
+    return _unfold(dw, how.w[0], size), 0
+
+
+batching.primitive_batchers[forward_p] = _batch_images(forward_p, "x", "y")
+batching.primitive_batchers[data_p] = _batch_images(data_p, "y", "x")
+batching.primitive_batchers[filter_p] = _batch_filter
