@@ -71,7 +71,7 @@ def arguments(case, order):
     return a, b, how
 
 
-@pytest.mark.parametrize("case, order", itertools.product(CASES, ORDERS), ids=str)
+@pytest.mark.parametrize("case, order", list(itertools.product(CASES, ORDERS)), ids=str)
 def test_results_and_gradients_are_jaxs(case, order):
     x, w, how = arguments(case, order)
 
