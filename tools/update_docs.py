@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import re
 import sys
 from pathlib import Path
@@ -84,6 +85,43 @@ def torch_table() -> str | None:
     return "\n".join(rows)
 
 
+def caffenet_table() -> str:
+    """The paper's table, from the measurement that is kept."""
+    found = json.loads((ROOT / "bench/results/caffe-caffenet.json").read_text(encoding="utf-8"))
+    caffe, ours = found["sides"]["caffe"], found["sides"]["bedstone"]
+    rows = [
+        f"CaffeNet, batch {found['batch']}, {found['machine']['device']}, milliseconds:",
+        "",
+        "| pass | engine CAFFE | bedstone | ratio | the paper's |",
+        "|---|---|---|---|---|",
+    ]
+    for name in ("forward", "backward", "testing", "update", "overall"):
+        ratio, paper = found["ratios"][name], found["paper"][name]["ratio"]
+        times = f"{caffe['passes'][name]:.0f} | {ours['passes'][name]:.0f}"
+        rows.append(f"| {name} | {times} | {ratio:.2f} | {paper:.2f} |")
+    kept = [name for name, kind in found["layers"] if kind != "Pooling"]
+    for name in ("forward", "backward"):
+        a, b = (sum(side[name].get(layer, 0.0) for layer in kept) for side in (caffe, ours))
+        rows.append(f"| {name} without pooling | {a:.0f} | {b:.0f} | {a / b:.2f} | |")
+    return "\n".join(rows)
+
+
+def caffe_layers() -> str | None:
+    """Caffe's layer types by the module that has them; None where protobuf is not installed."""
+    if importlib.util.find_spec("google") is None:
+        return None
+    from bedstone.frameworks.caffe import registry
+
+    rows = ["| layers | module |", "|---|---|"]
+    kinds: dict[str, list[str]] = {}
+    for name in registry.layer_types():
+        module = registry.layer_class(name, "").__module__.rpartition(".")[2]
+        kinds.setdefault(module, []).append(name)
+    for module in registry.MODULES:
+        rows.append(f"| {', '.join(kinds[module])} | `{module}` |")
+    return "\n".join(rows)
+
+
 # (document, marker) -> what stands there; None leaves it as it is
 PARTS = {
     ("README.md", "algorithms"): support_table,
@@ -91,6 +129,8 @@ PARTS = {
     ("docs/reference.md", "functional"): functional_reference,
     ("docs/from_cudnn.md", "cudnn"): cudnn_table,
     ("docs/pytorch.md", "torch"): torch_table,
+    ("docs/caffe.md", "caffenet"): caffenet_table,
+    ("docs/caffe.md", "caffe-layers"): caffe_layers,
 }
 
 

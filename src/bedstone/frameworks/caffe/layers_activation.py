@@ -112,6 +112,20 @@ class ReLU(Activation):
     def engine_param(self) -> Any:
         return self.param.relu_param
 
+    def apply(self, x: np.ndarray, y: np.ndarray) -> None:
+        if self._forward is not None:
+            super().apply(x, y)
+            return
+        slope = np.float32(self.param.relu_param.negative_slope)
+        np.maximum(x, slope * x if slope else np.float32(0), out=y)
+
+    def gradient(self, x: np.ndarray, y: np.ndarray, dy: np.ndarray, dx: np.ndarray) -> None:
+        if self._backward is not None:
+            super().gradient(x, y, dy, dx)
+            return
+        slope = np.float32(self.param.relu_param.negative_slope)
+        np.multiply(dy, (y > 0) if slope == 0 else np.where(y > 0, np.float32(1), slope), out=dx)
+
 
 @register("Sigmoid")
 class Sigmoid(Activation):

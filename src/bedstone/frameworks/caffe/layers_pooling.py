@@ -8,7 +8,8 @@ computed natively, as in Caffe.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -164,10 +165,27 @@ class Pooling(Layer):
         w = columns[np.arange(self._out[1])[None, :], where % self.window[1]]
         return np.asarray(h * width + w)
 
+    def _taps(self, x: np.ndarray, fill: float) -> Iterator[tuple[int, np.ndarray]]:
+        """For every place in the window its number and, for all windows, the elements there."""
+        (r, s), (u, v), (p, q) = self.window, self.stride, self.pad
+        high = [
+            max(0, (o - 1) * step + k - n - a)
+            for o, step, k, n, a in zip(self._out, self.stride, self.window, x.shape[2:], self.pad)
+        ]
+        if any((p, q, *high)):
+            x = np.pad(x, ((0, 0), (0, 0), (p, high[0]), (q, high[1])), constant_values=fill)
+        for i, j in itertools.product(range(r), range(s)):
+            rows = slice(i, i + (self._out[0] - 1) * u + 1, u)
+            columns = slice(j, j + (self._out[1] - 1) * v + 1, v)
+            yield i * s + j, x[:, :, rows, columns]
+
     def _maximum(self, x: np.ndarray, y: np.ndarray) -> None:
-        windows = self._windows(x, -np.inf).reshape(*y.shape, -1)
-        where = windows.argmax(-1)
-        y[...] = np.take_along_axis(windows, where[..., None], -1)[..., 0]
+        where = np.zeros(y.shape, np.int16)
+        y[...] = -np.inf
+        for tap, part in self._taps(x, -np.inf):
+            larger = part > y
+            np.copyto(y, part, where=larger)
+            np.copyto(where, np.int16(tap), where=larger)
         self.indices = self._flat_place(where, x.shape[3])
 
     def _counts(self, shape: tuple[int, ...]) -> np.ndarray:
@@ -178,7 +196,10 @@ class Pooling(Layer):
         return np.outer(*sides).astype(np.float32)
 
     def _average(self, x: np.ndarray, y: np.ndarray) -> None:
-        y[...] = self._windows(x, 0.0).sum((4, 5)) / self._counts(x.shape)
+        y[...] = 0
+        for _, part in self._taps(x, 0.0):
+            y += part
+        y /= self._counts(x.shape)
 
     def _spread_average(self, dy: np.ndarray, dx: np.ndarray) -> None:
         share = dy / self._counts(dx.shape)
