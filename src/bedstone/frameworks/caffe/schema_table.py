@@ -3,7 +3,8 @@
 One block a message, fields apart by `;` as `name number type[*][= default]`, where `*` means
 repeated (`*packed`: packed on the wire) and `!` required. `enum Name A=0 B=1` declares an
 enumeration inside the message before its fields use it. Names and numbers are facts of the file
-format, proto2, of BVLC/caffe; `schema.py` turns the table into message classes.
+format, proto2, of BVLC/caffe, but for SolverState's bedstone_state, which is ours and which Caffe
+skips. `schema.py` turns the table into message classes.
 """
 
 ENUMS = """
