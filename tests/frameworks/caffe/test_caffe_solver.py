@@ -328,3 +328,10 @@ def test_requests_are_obeyed_between_iterations(tmp_path):
 def test_bad_solver_is_refused(text, complaint):
     with pytest.raises((InvalidDescriptor, FileNotFoundError), match=complaint):
         solver(text)
+
+
+@pytest.mark.parametrize("mode", ["GPU", "CPU"])
+def test_gpu_mode_runs_on_the_cpu_visibly(mode):
+    stream = io.StringIO()
+    solver(f"solver_mode: {mode}", log=Log(stream)).step(1)
+    assert ("run on the CPU" in stream.getvalue()) == (mode == "GPU")

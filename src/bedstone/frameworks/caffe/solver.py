@@ -40,6 +40,8 @@ class Solver:
         self.param, self._folder = read_solver(param)
         self.rule, self.policy = check(self.param)
         self.log = log or Log(quiet=True)
+        if self.param.HasField("solver_mode") and self.param.solver_mode == self.param.GPU:
+            self.log.warning("solver_mode: GPU: Caffe networks run on the CPU here")
         train, tests = nets_of(self.param, self._folder)
         self.net: Net = train.build(engine)
         self.log.info(f"Creating training net from {train.origin}")
