@@ -85,6 +85,20 @@ def torch_table() -> str | None:
     return "\n".join(rows)
 
 
+def paddle_table() -> str | None:
+    """PaddlePaddle's operators that bedstone takes over; None where it is not installed."""
+    if importlib.util.find_spec("paddle") is None:
+        return None
+    from bedstone.frameworks.paddle.patch import KINDS
+
+    rows = ["| operators of `paddle._C_ops` | what of them |", "|---|---|"]
+    for kind in KINDS:
+        names = ", ".join(f"`{name}`" for name in kind.names)
+        text = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
+        rows.append(f"| {names} | {text} |")
+    return "\n".join(rows)
+
+
 def caffenet_table() -> str:
     """The paper's table, from the measurement that is kept."""
     found = json.loads((ROOT / "bench/results/caffe-caffenet.json").read_text(encoding="utf-8"))
@@ -129,6 +143,7 @@ PARTS = {
     ("docs/reference.md", "functional"): functional_reference,
     ("docs/from_cudnn.md", "cudnn"): cudnn_table,
     ("docs/pytorch.md", "torch"): torch_table,
+    ("docs/paddle.md", "paddle"): paddle_table,
     ("docs/caffe.md", "caffenet"): caffenet_table,
     ("docs/caffe.md", "caffe-layers"): caffe_layers,
 }
