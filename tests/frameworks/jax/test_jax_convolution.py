@@ -224,6 +224,34 @@ def test_several_threads_at_once():
     assert not wrong
 
 
+def test_several_threads_meet_a_new_problem_at_once():
+    x, w = normal(3, 5, 13, 11), normal(7, 5, 3, 3, seed=1)
+    wanted, told, start = lax.conv(x, w, (1, 1), "SAME"), [], threading.Barrier(4)
+
+    def work():
+        start.wait()
+        try:
+            close(bj.convolution(x, w, padding=1), wanted)
+            told.append("right")
+        except Exception as error:
+            told.append(repr(error))
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert told == ["right"] * 4
+
+
+def test_a_target_is_registered_once():
+    x, w = normal(2, 3, 9, 7), normal(4, 3, 3, 3)
+    numbers = ("NCHW", "OIHW", "NCHW")
+    first = bj.convolution(x, w)
+    jax.clear_caches()  # traced anew: the name is registered already
+    close(bj.convolution(x, w, dimension_numbers=numbers), first, 0)
+
+
 CACHED = """
     import sys, jax, jax.numpy as jnp
     jax.config.update("jax_compilation_cache_dir", sys.argv[1])

@@ -35,6 +35,9 @@ BUFFER_DATA = 24
 _threads = ctypes.c_int64(0)  # read by every handler at every call
 _kept: list[Any] = []  # code that XLA may call until the process ends
 _lock = threading.Lock()
+# Never emptied: XLA keeps what is registered until the process ends.
+_found: dict[Problem, Target | str] = {}
+_named: dict[str, Target] = {}
 
 
 @functools.cache
@@ -111,20 +114,27 @@ class Target:
         self.name, self.workspace, self.algorithm = name, workspace, algorithm
 
 
-@functools.lru_cache(4096)
 def target(problem: Problem) -> Target | str:
     """The target that runs a problem on the CPU, registered; or why there is none."""
+    with _lock:  # a name can be registered only once, whichever thread asks first
+        if problem not in _found:
+            _found[problem] = _find(problem)
+        return _found[problem]
+
+
+def _find(problem: Problem) -> Target | str:
     plan = default_handle().plan(problem, workspace_limit=WORKSPACE_LIMIT)
     entry = plan.native_entry
     if entry is None or plan.algorithm.startswith("reference:"):
         return "no compiled kernel for this problem"
-    with _lock:
-        return _register(problem, plan, entry)
-
-
-def _register(problem: Problem, plan: Plan, entry: Any) -> Target:
     word = hashlib.sha256(f"{plan.algorithm} {problem}".encode()).hexdigest()[:24]
     name = f"bedstone_{word}"
+    if name not in _named:  # problems that differ in strides of no effect share a name
+        _named[name] = _register(name, problem, plan, entry)
+    return _named[name]
+
+
+def _register(name: str, problem: Problem, plan: Plan, entry: Any) -> Target:
     ir = handler_ir(
         len(problem.inputs), len(problem.outputs), plan.workspace_size > 0, entry.address,
         ctypes.addressof(_threads), interface_version(),
