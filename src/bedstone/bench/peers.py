@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import bedstone
-from bedstone.bench import lowering, torch_peer
+from bedstone.bench import lowering, paddle_peer, torch_peer
 from bedstone.bench.operands import Arrays
 from bedstone.bench.torch_peer import Declined
 
@@ -47,8 +47,20 @@ def im2col_side(problem: bedstone.Problem, arrays: Arrays, device: str) -> Side:
     return Side(lowering.call(problem, arrays))
 
 
+def paddle_side(problem: bedstone.Problem, arrays: Arrays, device: str) -> Side:
+    """PaddlePaddle's own kernels."""
+    return Side(paddle_peer.call(problem, arrays, device, on_bedstone=False))
+
+
+def paddle_on_bedstone_side(problem: bedstone.Problem, arrays: Arrays, device: str) -> Side:
+    """The same calls of PaddlePaddle with bedstone's kernels in their place."""
+    return Side(paddle_peer.call(problem, arrays, device, on_bedstone=True))
+
+
 PEERS: dict[str, Callable[[bedstone.Problem, Arrays, str], Side]] = {
     "torch": torch_side,
     "cudnn": cudnn_side,
     "im2col": im2col_side,
+    "paddle": paddle_side,
+    "paddle-on-bedstone": paddle_on_bedstone_side,
 }

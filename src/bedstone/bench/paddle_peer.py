@@ -1,0 +1,71 @@
+"""The peers `paddle` and `paddle-on-bedstone`: convolutions called through PaddlePaddle, with its
+own kernels and with bedstone's in their place.
+
+Both are the same call of the framework: the operator for `forward`, `paddle.grad` over a kept graph
+for the gradients, so that the ratio of the two is what a user of PaddlePaddle gets. The same
+values, row-major, as many threads.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import bedstone
+from bedstone.bench.operands import Arrays
+from bedstone.bench.torch_peer import Declined
+
+Call = Callable[[], Any]
+
+
+def call(problem: bedstone.Problem, arrays: Arrays, device: str, on_bedstone: bool) -> Call:
+    """The call that computes the problem through PaddlePaddle and returns what that returns.
+
+    Raises Declined.
+    """
+    reason = reason_against(problem, device)
+    if reason is not None:
+        raise Declined(reason)
+    threads = bedstone.get_num_threads()
+    paddle: Any = importlib.import_module("paddle")
+    paddle.base.core.set_num_threads(threads)
+    conv: Any = problem.conv  # type: ignore[attr-defined]
+    attributes = (
+        list(conv.stride), [p for pair in conv.padding for p in pair], "EXPLICIT",
+        list(conv.dilation), conv.groups, "NCHW",
+    )  # fmt: skip
+    convolve = paddle._C_ops.conv2d
+    if on_bedstone:
+        patched: Any = importlib.import_module("bedstone.frameworks.paddle")
+        with patched.enable(only=["conv2d"]):
+            convolve = paddle._C_ops.conv2d
+    if problem.direction == "forward":
+        x, w = (paddle.to_tensor(arrays[name]) for name in ("x", "w"))
+        return lambda: convolve(x, w, *attributes)
+    data = problem.direction == "backward_data"
+    x = paddle.to_tensor(arrays["dx" if data else "x"])
+    w = paddle.to_tensor(arrays["w" if data else "dw"])
+    dy = paddle.to_tensor(arrays["dy"])
+    wanted = x if data else w
+    x.stop_gradient = w.stop_gradient = False  # as in training, where both are wanted
+    y = convolve(x, w, *attributes)
+    return lambda: paddle.grad([y], [wanted], [dy], retain_graph=True)[0]
+
+
+def reason_against(problem: bedstone.Problem, device: str) -> str | None:
+    """Why PaddlePaddle is not timed on a problem; None if it is."""
+    if importlib.util.find_spec("paddle") is None:
+        return "paddle is not installed"
+    if device != "cpu":
+        return "paddle is timed on the CPU"
+    if not isinstance(problem, bedstone.ConvolutionProblem) or problem.conv.axes != 2:
+        return "paddle is timed on convolutions in two dimensions"
+    if problem.conv.mode != "cross_correlation" or problem.epilogue:
+        return "paddle has no flipped filters, and fuses nothing"
+    if str(problem.dtype) not in ("float32", "float64"):
+        return "paddle computes in float32 and float64 on the CPU"
+    if not all(operand.desc.layout == "NCHW" for operand in problem.operands):
+        return "paddle is timed row-major (NCHW)"
+    return None
