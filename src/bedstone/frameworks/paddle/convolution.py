@@ -127,7 +127,7 @@ def _filter(x: TensorDesc, dy: TensorDesc, dims: Ints, *attributes: Any) -> Reci
 
 
 class Convolution(Call):
-    """conv2d: strides, paddings, padding_algorithm, dilations, groups, data_format."""
+    """strides, paddings, padding_algorithm, dilations, groups, data_format"""
 
     names = ("conv2d",)
     leading = 2
@@ -167,7 +167,7 @@ class Convolution(Call):
 
 
 class GroupsFirst(Convolution):
-    """depthwise_conv2d and conv3d: the same with groups before dilations."""
+    """The same with groups before dilations."""
 
     names = ("depthwise_conv2d", "conv3d")
 
@@ -211,8 +211,8 @@ def _transposed_filter(dy: TensorDesc, x: TensorDesc, dims: Ints, *attributes: A
 
 
 class Transposed(Convolution):
-    """conv2d_transpose and its like: strides, paddings, output_padding, output_size,
-    padding_algorithm, groups, dilations, data_format."""
+    """strides, paddings, output_padding, output_size, padding_algorithm, groups, dilations,
+    data_format"""
 
     names = ("conv2d_transpose", "depthwise_conv2d_transpose", "conv3d_transpose")
 

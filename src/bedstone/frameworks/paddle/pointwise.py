@@ -47,7 +47,7 @@ def _softmax_backward(y: TensorDesc, dy: TensorDesc, kind: str, axis: int) -> Re
 
 
 class Softmax(Sized):
-    """softmax and log_softmax: axis."""
+    """axis"""
 
     names = ("softmax", "log_softmax")
     once = True
@@ -91,8 +91,7 @@ def _activation_backward(saved: TensorDesc, dy: TensorDesc, *how: Any) -> Recipe
 
 
 class Activation(Sized):
-    """Elementwise functions without attributes: the input is saved, and the result where the
-    derivative is made from it."""
+    """No attributes. Saves the input, and the result where the derivative is made from it."""
 
     names = ("sigmoid", "tanh", "silu")
 
@@ -118,7 +117,7 @@ class Activation(Sized):
 
 
 class Relu(Activation):
-    """Saves its result alone, as PaddlePaddle's does: the sign is all that any derivative needs."""
+    """No attributes. Saves its result alone: the sign is all that any derivative needs."""
 
     names = ("relu",)
 
@@ -131,7 +130,7 @@ class Relu(Activation):
 
 
 class Gelu(Activation):
-    """gelu: approximate."""
+    """approximate"""
 
     names = ("gelu",)
     once = True
@@ -144,7 +143,7 @@ class Gelu(Activation):
 
 
 class Sloped(Activation):
-    """leaky_relu and elu: their coefficient."""
+    """The coefficient."""
 
     names = ("leaky_relu", "elu")
 
