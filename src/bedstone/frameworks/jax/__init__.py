@@ -10,6 +10,7 @@ print(bedstone_jax.report())
 from bedstone.frameworks.jax.convolution import convolution
 from bedstone.frameworks.jax.patch import enable, enabled, patch, unpatch
 from bedstone.frameworks.jax.report import Report, report, reset
+from bedstone.frameworks.jax.sharding import spatial_convolution
 
 __all__ = [
     "Report",
@@ -19,5 +20,6 @@ __all__ = [
     "patch",
     "report",
     "reset",
+    "spatial_convolution",
     "unpatch",
 ]

@@ -54,7 +54,7 @@ def convolution(
         check(x, w, how)
     except Native as reason:
         raise NotImplementedError(f"bedstone: {reason}") from None
-    return primitives.forward_p.bind(x, w, how=how, shape=how.y_shape(x.shape, w.shape))
+    return primitives.bind(primitives.forward_p, x, w, how, how.y_shape(x.shape, w.shape))
 
 
 def _named(x: Any, w: Any, numbers: Any, strides: Any, steps: Any, name: str) -> Any:
@@ -120,4 +120,4 @@ def take(
     shape = how.y_shape(x.shape, w.shape)
     made = handler.target(primitives.problem("forward", how, x.shape, w.shape, shape, x.dtype))
     algorithm = made.algorithm if isinstance(made, handler.Target) else ""
-    return primitives.forward_p.bind(x, w, how=how, shape=shape), algorithm
+    return primitives.bind(primitives.forward_p, x, w, how, shape), algorithm

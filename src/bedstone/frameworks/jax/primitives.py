@@ -14,11 +14,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax._src import dispatch
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from bedstone import ConvolutionDesc, ConvolutionProblem, TensorDesc
 from bedstone.frameworks.jax import handler
+from bedstone.frameworks.jax.sharding import by_batch
 
 Shape = tuple[int, ...]
 
@@ -105,11 +108,52 @@ def _primitive(direction: str) -> Any:
     made.def_impl(jax.jit(run, static_argnames=("how", "shape")))
 
     def abstract(a: Any, b: Any, *, how: How, shape: Shape) -> Any:
-        return jax.core.ShapedArray(shape, a.dtype)
+        # (`bind` has made both vary alike over the axes of a shard_map.)
+        return (
+            a.update(shape=shape, weak_type=False)
+            if _varying(a)
+            else (jax.core.ShapedArray(shape, a.dtype))
+        )
 
     made.def_abstract_eval(abstract)
-    mlir.register_lowering(made, mlir.lower_fun(run, multiple_results=False), platform="cpu")
+    lowered = functools.partial(_run_sharded, direction)
+    mlir.register_lowering(made, mlir.lower_fun(lowered, multiple_results=False), platform="cpu")
+    # Lowering asks which devices there are, as custom_partitioning does; JAX has no public word.
+    dispatch.prim_requires_devices_during_lowering.add(made)
     return made
+
+
+def _run_sharded(direction: str, a: Any, b: Any, *, how: How, shape: Shape) -> Any:
+    """The custom call, on shares of the batch where that is sharded."""
+    batch = {
+        "forward": (how.x[0], None, how.y[0]),
+        "backward_data": (how.y[0], None, how.x[0]),
+        "backward_filter": (how.x[0], how.y[0], None),
+    }[direction]
+
+    def share(a: Any, b: Any) -> Any:
+        mine, at = list(shape), batch[2]
+        if at is not None:
+            mine[at] = a.shape[batch[0]]
+        return _run(direction, a, b, how=how, shape=tuple(mine))
+
+    return by_batch(share, (a.ndim, b.ndim, len(shape)), batch)(a, b)
+
+
+def _varying(aval: Any) -> frozenset[Any]:
+    """The axes of shard_map over which a value differs from device to device."""
+    kind = getattr(aval, "mat", None)
+    return frozenset(getattr(aval, "vma", ()) if kind is None else kind.varying)
+
+
+def bind(made: Any, a: Any, b: Any, how: How, shape: Shape) -> Any:
+    """`made` on both operands, of which one may be the same on all devices of a shard_map."""
+    axes = _varying(jax.typeof(a)), _varying(jax.typeof(b))
+    if axes[1] - axes[0]:
+        a = lax.pcast(a, tuple(axes[1] - axes[0]), to="varying")
+    if axes[0] - axes[1]:
+        b = lax.pcast(b, tuple(axes[0] - axes[1]), to="varying")
+    return made.bind(a, b, how=how, shape=shape)
 
 
 forward_p = _primitive("forward")
@@ -125,18 +169,18 @@ def _shape_of(primal: Any) -> Shape:
 
 ad.defbilinear(
     forward_p,
-    lambda ct, x, w, how, shape: data_p.bind(ct, w, how=how, shape=_shape_of(x)),
-    lambda ct, x, w, how, shape: filter_p.bind(x, ct, how=how, shape=_shape_of(w)),
+    lambda ct, x, w, how, shape: bind(data_p, ct, w, how, _shape_of(x)),
+    lambda ct, x, w, how, shape: bind(filter_p, x, ct, how, _shape_of(w)),
 )
 ad.defbilinear(
     data_p,
-    lambda ct, dy, w, how, shape: forward_p.bind(ct, w, how=how, shape=_shape_of(dy)),
-    lambda ct, dy, w, how, shape: filter_p.bind(ct, dy, how=how, shape=_shape_of(w)),
+    lambda ct, dy, w, how, shape: bind(forward_p, ct, w, how, _shape_of(dy)),
+    lambda ct, dy, w, how, shape: bind(filter_p, ct, dy, how, _shape_of(w)),
 )
 ad.defbilinear(
     filter_p,
-    lambda ct, x, dy, how, shape: data_p.bind(dy, ct, how=how, shape=_shape_of(x)),
-    lambda ct, x, dy, how, shape: forward_p.bind(x, ct, how=how, shape=_shape_of(dy)),
+    lambda ct, x, dy, how, shape: bind(data_p, dy, ct, how, _shape_of(x)),
+    lambda ct, x, dy, how, shape: bind(forward_p, x, ct, how, _shape_of(dy)),
 )
 
 
