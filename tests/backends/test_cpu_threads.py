@@ -128,7 +128,7 @@ print("done")
 def test_thread_count_from_the_environment():
     code = "from bedstone.plan.config import get_num_threads as g; print(g())"
     environment = {k: v for k, v in os.environ.items() if k != "BEDSTONE_NUM_THREADS"}
-    assert child(code, **environment, OMP_NUM_THREADS="1").stdout.strip() == "1"
+    assert child(code, **{**environment, "OMP_NUM_THREADS": "1"}).stdout.strip() == "1"
     assert child(code, BEDSTONE_NUM_THREADS="3", OMP_NUM_THREADS="1").stdout.strip() == "3"
 
 
