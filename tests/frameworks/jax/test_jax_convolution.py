@@ -19,6 +19,7 @@ from jax import lax  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
 
 from bedstone import BedstoneError, InvalidDescriptor  # noqa: E402
+from bedstone.frameworks.jax import handler  # noqa: E402
 
 if jax.default_backend() != "cpu":
     pytest.skip("made for JAX's CPU backend", allow_module_level=True)
@@ -244,12 +245,33 @@ def test_several_threads_meet_a_new_problem_at_once():
     assert told == ["right"] * 4
 
 
-def test_a_target_is_registered_once():
+def test_a_target_is_registered_once(monkeypatch):
     x, w = normal(2, 3, 9, 7), normal(4, 3, 3, 3)
     numbers = ("NCHW", "OIHW", "NCHW")
     first = bj.convolution(x, w)
-    jax.clear_caches()  # traced anew: the name is registered already
+    monkeypatch.setattr(handler, "_found", {})  # forgotten: the name is registered already
+    jax.clear_caches()
     close(bj.convolution(x, w, dimension_numbers=numbers), first, 0)
+
+
+def test_gradients_without_a_kernel_are_jaxs(monkeypatch):
+    x, w = normal(2, 4, 9, 8), normal(6, 2, 3, 3, seed=1)
+
+    def loss(x, w):
+        y = lax.conv_general_dilated(x, w, (2, 1), ((1, 1), (0, 2)), feature_group_count=2)
+        return jnp.sin(y).sum()
+
+    native = jax.grad(loss, (0, 1))(x, w)
+    found = handler.target
+
+    def only_forward(problem):
+        return found(problem) if problem.direction == "forward" else "none"
+
+    monkeypatch.setattr(handler, "target", only_forward)
+    with bj.enable():
+        ours = jax.grad(loss, (0, 1))(x, w)
+    for a, b in zip(ours, native):
+        close(a, b)
 
 
 CACHED = """

@@ -15,6 +15,7 @@ bt = pytest.importorskip("bedstone.frameworks.torch")
 if not hasattr(torch.library, "get_kernel"):
     pytest.skip("this PyTorch has no torch.library.get_kernel", allow_module_level=True)
 
+import bedstone  # noqa: E402
 from bedstone import BedstoneError, InvalidDescriptor  # noqa: E402
 
 F = torch.nn.functional
@@ -184,6 +185,12 @@ def test_only_except_and_layers():
 
 def test_blocks_nest_and_patches_count():
     conv, x = torch.nn.Conv2d(3, 4, 3), images()
+    threads = bedstone.get_num_threads()
+    bedstone.set_num_threads(torch.get_num_threads() + 1)
+    with bt.enable():
+        assert bedstone.get_num_threads() == torch.get_num_threads()
+    assert bedstone.get_num_threads() == torch.get_num_threads() + 1
+    bedstone.set_num_threads(threads)
     with bt.enable():
         with bt.enable():
             conv(x)

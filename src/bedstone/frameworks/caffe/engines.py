@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from bedstone import NotSupported, Plan, Problem, default_handle
+from bedstone import Plan, Problem
 from bedstone.frameworks.caffe import schema
+from bedstone.frameworks.planning import compiled_plan
 
-# Bytes that a plan may use beside its operands; the network keeps one block for all layers.
-WORKSPACE_LIMIT = 256 << 20
 ALIGNMENT = 64
 log = logging.getLogger("bedstone.caffe")
 
@@ -67,10 +66,9 @@ class Engines:
 
     def kernel(self, layer: Any, direction: str, problem: Problem) -> Kernel | None:
         """A kernel for a problem; None, noted, where bedstone has none."""
-        try:
-            plan = default_handle().plan(problem, workspace_limit=WORKSPACE_LIMIT)
-        except NotSupported as error:
-            self.fall_back(layer, direction, str(error).splitlines()[0])
+        plan = compiled_plan(problem)
+        if isinstance(plan, str):
+            self.fall_back(layer, direction, plan)
             return None
         self._note(layer.name, direction, "bedstone", plan.algorithm)
         return Kernel(self, plan)

@@ -75,7 +75,7 @@ class Softmax(Softmaxing):
             bottom[0].diff[...] = y * (dy - (y * dy).sum(self.axis, keepdims=True))
 
 
-def normalizer(layer: Layer, mode: str, outer: int, inner: int, valid: int) -> float:
+def normalizer(mode: str, outer: int, inner: int, valid: int) -> float:
     """What a loss is divided by, at least 1: FULL all labels, VALID those not ignored, BATCH_SIZE
     the images, NONE nothing."""
     counts = {"FULL": outer * inner, "VALID": valid, "BATCH_SIZE": outer, "NONE": 1}
@@ -146,7 +146,7 @@ class SoftmaxWithLoss(Softmaxing, Labelled):
         self._labels, self._valid = self.labels(bottom[1], self.classes, self.ignored)
         p = np.take_along_axis(self._view(self.probability), self._index(), 1)[:, 0]
         losses = -np.log(np.maximum(p, SMALLEST)).reshape(-1)
-        self._divisor = normalizer(self, self.mode, self.outer, self.inner, int(self._valid.sum()))
+        self._divisor = normalizer(self.mode, self.outer, self.inner, int(self._valid.sum()))
         top[0].data[...] = losses[self._valid].sum(dtype=np.float64) / self._divisor
         if len(top) == 2:
             top[1].data[...] = self.probability
@@ -197,7 +197,7 @@ class SigmoidCrossEntropyLoss(Layer):
         images = bottom[0].shape[0] if bottom[0].shape else 1
         valid = int(self._valid.sum())
         inner = bottom[0].count // max(images, 1)
-        self._divisor = normalizer(self, self.mode, images, inner, valid)
+        self._divisor = normalizer(self.mode, images, inner, valid)
         top[0].data[...] = losses[self._valid].sum(dtype=np.float64) / self._divisor
 
     def backward(

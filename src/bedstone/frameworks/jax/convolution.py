@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from bedstone import InvalidDescriptor, NotSupported
+from bedstone import InvalidDescriptor
 from bedstone.frameworks.jax import handler, primitives
 from bedstone.frameworks.jax.primitives import How
 
@@ -63,8 +63,8 @@ def _named(x: Any, w: Any, numbers: Any, strides: Any, steps: Any, name: str) ->
     return lax.padtype_to_pads(size, window, strides, name)
 
 
-def check(x: Any, w: Any, how: How) -> None:
-    """Raises Native where there is no kernel for a convolution and its gradients."""
+def check(x: Any, w: Any, how: How) -> str:
+    """The algorithm of a convolution; raises Native where there is no kernel for it."""
     if jax.default_backend() != "cpu":
         raise Native(f"the backend {jax.default_backend()}")
     if x.dtype != w.dtype or str(x.dtype) not in DTYPES:
@@ -74,14 +74,10 @@ def check(x: Any, w: Any, how: How) -> None:
     if 0 in x.shape or 0 in w.shape:
         raise Native("an empty array")
     shape = how.y_shape(tuple(x.shape), tuple(w.shape))
-    for direction in ("forward", "backward_data", "backward_filter"):
-        found = primitives.problem(direction, how, x.shape, w.shape, shape, x.dtype)
-        try:
-            made = handler.target(found)
-        except NotSupported as error:
-            raise Native(str(error).splitlines()[0]) from None
-        if isinstance(made, str):
-            raise Native(made)
+    made = handler.target(primitives.problem("forward", how, x.shape, w.shape, shape, x.dtype))
+    if isinstance(made, str):
+        raise Native(made)
+    return made.algorithm
 
 
 def take(
@@ -93,8 +89,9 @@ def take(
     ours."""
     if not (hasattr(x, "ndim") and hasattr(w, "ndim")) or x.ndim < 3:
         raise Native("operands that are no images")
-    if any(value is not None for value in rest.values()):
-        raise Native(f"the argument {next(iter(rest))}")
+    given = [name for name, value in rest.items() if value is not None]
+    if given:
+        raise Native(f"the argument {given[0]}")
     if batch_group_count != 1:
         raise Native("batch groups")
     if lhs_dilation is not None and any(step != 1 for step in lhs_dilation):
@@ -114,10 +111,8 @@ def take(
     strides = tuple(int(s) for s in window_strides)
     how = How(strides, pads, steps, feature_group_count, *map(tuple, numbers))
     try:
-        check(x, w, how)
+        algorithm = check(x, w, how)
     except InvalidDescriptor as error:
         raise Native(str(error)) from None
     shape = how.y_shape(x.shape, w.shape)
-    made = handler.target(primitives.problem("forward", how, x.shape, w.shape, shape, x.dtype))
-    algorithm = made.algorithm if isinstance(made, handler.Target) else ""
     return primitives.bind(primitives.forward_p, x, w, how, shape), algorithm

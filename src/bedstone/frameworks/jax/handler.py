@@ -21,10 +21,9 @@ from typing import Any
 import jax
 import llvmlite.binding as llvm
 
-from bedstone import InvalidDescriptor, Plan, Problem, default_handle, get_num_threads
+from bedstone import InvalidDescriptor, Plan, Problem, get_num_threads
+from bedstone.frameworks.planning import compiled_plan
 
-# Bytes that a plan may use beside its operands; XLA allocates them as one more result.
-WORKSPACE_LIMIT = 256 << 20
 METADATA = 1  # type of the extension that asks for it
 # Offsets in bytes: of the call frame, an extension, the metadata, a buffer.
 FRAME_EXTENSION, FRAME_ARGUMENTS, FRAME_RESULTS = 8, 72, 112
@@ -123,10 +122,12 @@ def target(problem: Problem) -> Target | str:
 
 
 def _find(problem: Problem) -> Target | str:
-    plan = default_handle().plan(problem, workspace_limit=WORKSPACE_LIMIT)
+    plan = compiled_plan(problem)
+    if isinstance(plan, str):
+        return plan
     entry = plan.native_entry
-    if entry is None or plan.algorithm.startswith("reference:"):
-        return "no compiled kernel for this problem"
+    if entry is None:
+        return "no machine code to call"
     word = hashlib.sha256(f"{plan.algorithm} {problem}".encode()).hexdigest()[:24]
     name = f"bedstone_{word}"
     if name not in _named:  # problems that differ in strides of no effect share a name
@@ -154,5 +155,6 @@ def _register(name: str, problem: Problem, plan: Plan, entry: Any) -> Target:
 
 
 def update_threads() -> None:
-    """Handlers use `bedstone.get_num_threads()` as it is now."""
+    """Handlers use `bedstone.get_num_threads()` as it is now: at every new kernel and outermost
+    `patch()`."""
     _threads.value = get_num_threads()

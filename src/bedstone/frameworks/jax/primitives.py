@@ -24,6 +24,7 @@ from bedstone.frameworks.jax import handler
 from bedstone.frameworks.jax.sharding import by_batch
 
 Shape = tuple[int, ...]
+_conv_general_dilated = lax.conv_general_dilated  # as it is before anybody replaces it
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,31 @@ def _shapes(direction: str, how: How, a: Any, b: Any, shape: Shape) -> tuple[Sha
 def _run(direction: str, a: Any, b: Any, *, how: How, shape: Shape) -> Any:
     """The custom call. Plans want (x, w), (w, dy) and (x, dy)."""
     found = handler.target(problem(direction, how, *_shapes(direction, how, a, b, shape), a.dtype))
-    if isinstance(found, str):
-        raise NotImplementedError(f"bedstone: {found}")
+    if isinstance(found, str):  # a gradient, or a batch, of a convolution that was ours
+        return _native(direction, a, b, how, shape)
     operands = (b, a) if direction == "backward_data" else (a, b)
     results = [jax.ShapeDtypeStruct(shape, a.dtype)]
     if found.workspace:
         results.append(jax.ShapeDtypeStruct((found.workspace,), jnp.uint8))
     return jax.ffi.ffi_call(found.name, results)(*operands)[0]
+
+
+def _native(direction: str, a: Any, b: Any, how: How, shape: Shape) -> Any:
+    """The same by JAX's convolution; a gradient is its transpose."""
+
+    def convolve(x: Any, w: Any) -> Any:
+        return _conv_general_dilated(
+            x, w, how.stride, how.padding, rhs_dilation=how.dilation,
+            dimension_numbers=lax.ConvDimensionNumbers(how.x, how.w, how.y),
+            feature_group_count=how.groups,
+        )  # fmt: skip
+
+    if direction == "forward":
+        return convolve(a, b)
+    result = jax.ShapeDtypeStruct(shape, a.dtype)
+    if direction == "backward_data":
+        return jax.linear_transpose(lambda x: convolve(x, b), result)(a)[0]
+    return jax.linear_transpose(lambda w: convolve(a, w), result)(b)[0]
 
 
 def _primitive(direction: str) -> Any:

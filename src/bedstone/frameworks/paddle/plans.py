@@ -17,12 +17,11 @@ from typing import Any
 import paddle
 from paddle import Tensor, _C_ops
 
-from bedstone import InvalidDescriptor, NotSupported, Plan, Problem, TensorDesc, default_handle
+from bedstone import InvalidDescriptor, Plan, Problem, TensorDesc
 from bedstone.frameworks.paddle import report
+from bedstone.frameworks.planning import compiled_plan
 
 RECIPES_KEPT = 4096  # as many as a handle keeps plans
-# Bytes that a plan may use beside its operands: the transforms of the fastest algorithms.
-WORKSPACE_LIMIT = 256 << 20
 
 DTYPES = {paddle.float32: "float32", paddle.float64: "float64"}
 # A PaddlePaddle built for the CPU has no other place to ask about.
@@ -106,12 +105,9 @@ def launch(
 
 
 def _plan(problem: Problem) -> Plan:
-    try:
-        plan = default_handle().plan(problem, workspace_limit=WORKSPACE_LIMIT)
-    except NotSupported as error:
-        raise Native(str(error).splitlines()[0]) from None
-    if plan.algorithm.startswith("reference:"):
-        raise Native("no compiled kernel for this problem")
+    plan = compiled_plan(problem)
+    if isinstance(plan, str):
+        raise Native(plan)
     return plan
 
 

@@ -20,12 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bedstone import InvalidDescriptor, NotSupported, Plan, Problem, TensorDesc, default_handle
+from bedstone import InvalidDescriptor, Plan, Problem, TensorDesc
+from bedstone.frameworks.planning import compiled_plan
 from bedstone.frameworks.torch import report
 
 KINDS_KEPT = 8192  # of calls; then the dictionary of an operator starts anew
-# Bytes that a plan may use beside its operands: the transforms of the fastest algorithms.
-WORKSPACE_LIMIT = 256 << 20
 # A pointwise call on fewer elements is over sooner than Python has prepared it.
 LEAST_ELEMENTS = 1 << 15
 # `find`: calls of each side that are timed, and seconds that may go into them.
@@ -156,7 +155,7 @@ class Ready:
         if device.type != "cpu":
             stream = torch.cuda.current_stream(device).cuda_stream
         if self.workspace:
-            memory = _workspace(self.workspace, device)
+            memory = workspace_of(self.workspace, device)
             workspace = memory.data_ptr()
         for plan, operands, alpha, beta in self.steps:
             pointers = [(arguments[i] if i >= 0 else results[~i]).data_ptr() for i in operands]
@@ -172,7 +171,8 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def _workspace(size: int, device: torch.device) -> Tensor:
+def workspace_of(size: int, device: torch.device) -> Tensor:
+    """So many bytes for the plans that this thread runs, on a device."""
     if device.type != "cpu":  # PyTorch keeps that memory, stream by stream
         return torch.empty(size, dtype=torch.uint8, device=device)
     if _local.memory is None or _local.memory.numel() < size:
@@ -276,7 +276,7 @@ class Operator:
             given = self._plain(native, keyset, arguments, keywords)
         try:
             known: Ready | str = self._plan(arguments, keywords, given, made)
-        except (Native, InvalidDescriptor, NotSupported) as error:
+        except (Native, InvalidDescriptor) as error:
             known = str(error).splitlines()[0]
         if isinstance(known, Ready) and settings.find and given is not None:
             known = self._quicker(known, native, keyset, arguments, keywords)
@@ -310,12 +310,11 @@ class Operator:
         shown = [Result.like(arguments[r]) if isinstance(r, int) else r for r in made]
         steps = self.describe(Call(*self._complete(arguments, keywords), shown))
         name = "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
-        handle = default_handle(name)
         found = []
         for step in steps:
-            plan = handle.plan(step.problem, workspace_limit=WORKSPACE_LIMIT)
-            if plan.algorithm.startswith("reference:"):
-                raise Native("no compiled kernel for this problem")
+            plan = compiled_plan(step.problem, name)
+            if isinstance(plan, str):
+                raise Native(plan)
             found.append((plan, step.operands, step.alpha, step.beta))
         names = ", ".join(plan.algorithm for plan, *_ in found)
         workspace = max((plan.workspace_size for plan, *_ in found), default=0)

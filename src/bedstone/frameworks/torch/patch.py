@@ -29,6 +29,7 @@ _lock = threading.RLock()
 _depth = 0
 _libraries: list[Any] = []
 _layers: Layers | None = None
+_threads = 0  # bedstone's, before the patch
 
 
 @contextlib.contextmanager
@@ -66,10 +67,11 @@ def patch(
     find           measure both sides at the first call of every kind, and keep the quicker
     least          elements under which softmax, activations and normalisation are left alone
 
-    The number of threads becomes PyTorch's (`torch.get_num_threads()`). Raises InvalidDescriptor
-    for a name that is not known, and BedstoneError where PyTorch is too old (2.9).
+    Meanwhile bedstone has as many threads as PyTorch (`torch.get_num_threads()`). Raises
+    InvalidDescriptor for a name that is not known, and BedstoneError where PyTorch is too old
+    (2.9).
     """
-    global _depth, _layers
+    global _depth, _layers, _threads
     chosen = _chosen(only, except_)
     if not isinstance(least, int) or least < 0:
         raise InvalidDescriptor("least", least, "a number of elements, 0 or more")
@@ -85,6 +87,7 @@ def patch(
             calls.settings.active = None if _layers is None else _layers.active
             for operator in chosen:
                 operator.forget()
+            _threads = bedstone.get_num_threads()
             bedstone.set_num_threads(torch.get_num_threads())
             _install(chosen)
         _depth += 1
@@ -105,6 +108,7 @@ def unpatch() -> None:
                 _layers.remove()
                 _layers = None
             calls.settings.active = None
+            bedstone.set_num_threads(_threads)
 
 
 def enabled() -> bool:

@@ -49,7 +49,8 @@ class Layout:
     size: int
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Bytes, rounded up to where the next part of the workspace may begin."""
     return -(-nbytes // REGION) * REGION
 
 
@@ -58,9 +59,9 @@ def layout_of(problem: ConvolutionProblem, choice: ImageChoice) -> Layout:
     view = image_view(problem)
     columns = view.geo.groups * view.produced
     halves = 2 * choice.patch.count * view.geo.groups * -(-view.produced // choice.tile.bk)
-    info = _aligned(PLANES * 2 * plane_size(view))
-    todo = info + _aligned(4 * columns)
-    return Layout(info, todo, todo + _aligned(4 * (1 + halves)))
+    info = aligned(PLANES * 2 * plane_size(view))
+    todo = info + aligned(4 * columns)
+    return Layout(info, todo, todo + aligned(4 * (1 + halves)))
 
 
 def pitch_of(view: ImageView) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bedstone.backends.gluon.convolution import tiles
-from bedstone.backends.gluon.convolution.f16x3 import MATH, PRODUCTS_TEXT
+from bedstone.backends.gluon.convolution.f16x3 import MATH, PRODUCTS_TEXT, aligned
 from bedstone.backends.gluon.convolution.filter_gradient import (
     FilterChoice,
     FilterGradient,
@@ -36,7 +36,6 @@ from bedstone.spec.convolution import ConvolutionProblem
 from bedstone.spec.dtypes import DType
 from bedstone.spec.problem import Problem
 
-REGION = 256  # bytes to which parts of the workspace are aligned
 LAUNCHES = 8
 PASSES = 4.5  # over an image, of its float32 size: read twice, planes written at half the speed
 SCAN_PIXELS, SCAN_CHANNELS, SCAN_WARPS = 64, 64, 4
@@ -58,10 +57,6 @@ class Layout:
     size: int
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // REGION) * REGION
-
-
 def plane(image: Image) -> Image:
     """One float16 plane of an image, packed, channels rounded up to what TMA takes."""
     unit = word(DType.float16.itemsize)
@@ -81,10 +76,10 @@ def plane_size(image: Image) -> int:
 def layout_of(view: FilterView, work: FilterWork, planes: int) -> Layout:
     """Where things lie in the workspace."""
     nbytes = planes * DType.float16.itemsize
-    dy = _aligned(nbytes * plane_size(view.x))
-    info = dy + _aligned(nbytes * plane_size(view.dy))
-    todo = info + _aligned(4 * 2 * (view.x.dims[4] + view.dy.dims[4]))
-    parts = todo + _aligned(4 * (1 + sum_blocks(work)))
+    dy = aligned(nbytes * plane_size(view.x))
+    info = dy + aligned(nbytes * plane_size(view.dy))
+    todo = info + aligned(4 * 2 * (view.x.dims[4] + view.dy.dims[4]))
+    parts = todo + aligned(4 * (1 + sum_blocks(work)))
     return Layout(dy, info, todo, parts, parts + work.workspace)
 
 

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from bedstone.backends.gluon.convolution.filter_kernels import (
     filter_tile,
     first_program,
+    patch_origin,
     steps_of,
     store_part,
     work_range,
@@ -140,12 +141,7 @@ def planes_producer(
         k = g * filters + kt * BK
         c = g * channels + ct * BC
         for i in range(begin, end):
-            w = i % patches[3] * box[3]
-            rest = i // patches[3]
-            h = rest % patches[2] * box[2]
-            rest = rest // patches[2]
-            d = rest % patches[1] * box[1]
-            n = rest // patches[1] * box[0]
+            n, d, h, w = patch_origin(i, patches, box)
             mbarrier.wait(empty.index(stage), phase ^ 1)
             bar = full.index(stage)
             mbarrier.expect(bar, PLANES * (xh_desc.block_type.nbytes + dh_desc.block_type.nbytes))

@@ -63,6 +63,17 @@ def filter_tile(tile, filter_tiles, channel_tiles, taps):
 
 
 @gluon.jit
+def patch_origin(i, patches, box):
+    """Patch number -> the output pixel (n, d, h, w) where it begins."""
+    w = i % patches[3] * box[3]
+    rest = i // patches[3]
+    h = rest % patches[2] * box[2]
+    rest = rest // patches[2]
+    d = rest % patches[1] * box[1]
+    return rest // patches[1] * box[0], d, h, w
+
+
+@gluon.jit
 def filter_producer(
     x_desc, dy_desc, a_bufs, b_bufs, empty, full,
     tiles, tile_steps, filter_tiles, channel_tiles, patches, box, taps, pad, stride, dilation,
@@ -79,12 +90,7 @@ def filter_producer(
         k = g * filters + kt * BK
         c = g * channels + ct * BC
         for i in range(begin, end):
-            w = i % patches[3] * box[3]
-            rest = i // patches[3]
-            h = rest % patches[2] * box[2]
-            rest = rest // patches[2]
-            d = rest % patches[1] * box[1]
-            n = rest // patches[1] * box[0]
+            n, d, h, w = patch_origin(i, patches, box)
             mbarrier.wait(empty.index(stage), phase ^ 1)
             bar = full.index(stage)
             mbarrier.expect(bar, x_desc.block_type.nbytes + dy_desc.block_type.nbytes)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from bedstone import InvalidDescriptor, Problem, TensorDesc, default_handle
+from bedstone.frameworks.planning import WORKSPACE_LIMIT
+from bedstone.frameworks.torch.calls import workspace_of
 
 PROBLEMS_KEPT = 4096  # as many as a handle keeps plans
-# Bytes that a plan may use beside its operands: the transforms of the fastest algorithms.
-WORKSPACE_LIMIT = 256 << 20
 
 # A function of the operands' descriptors, then settings, that makes the problem.
 Maker = Callable[..., Problem]
@@ -47,7 +47,7 @@ def launch(make: Maker, tensors: Sequence[Tensor], *settings: Any) -> None:
     plan = handle.plan(problem, workspace_limit=WORKSPACE_LIMIT)
     workspace = None
     if plan.workspace_size:
-        workspace = torch.empty(plan.workspace_size, dtype=torch.uint8, device=device)
+        workspace = workspace_of(plan.workspace_size, device)
     plan(
         *[t.data_ptr() for t in tensors],
         workspace=0 if workspace is None else workspace.data_ptr(),
