@@ -25,6 +25,7 @@ KINDS = {
     "model": "whole networks of a framework, on its kernels and on bedstone's",
     "plot": "draw a CSV again, measuring nothing",
 }
+CONVOLUTIONS = ("conv", "select")
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C ended
 CROWDED = 0.05  # of the CPU's time taken by others: say so beside the results
 EPILOG = """\
@@ -102,11 +103,12 @@ def main(args: argparse.Namespace) -> int:
             for what, value, unit in calls.table():
                 print(f"{what:34} {value:10.2f} {unit}")
             return 0
-        problems = list(_problems(args))
+        by_suite = {suite: list(_problems(args, suite)) for suite in _suites(args)}
+        problems = [entry for entries in by_suite.values() for entry in entries]
         if not problems:
             raise bedstone.InvalidDescriptor("--suite", args.suite, "a file with problems")
         if args.what == "select":
-            return select_check.main(problems, args.device, _bytes(args.workspace))
+            return select_check.main(by_suite, args.device, _bytes(args.workspace))
         return _measure(args, problems)
 
 
@@ -122,22 +124,25 @@ def _words(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
     return words
 
 
-def _problems(args: argparse.Namespace) -> Iterator[tuple[str, bedstone.Problem]]:
-    convolution = args.what in ("conv", "select")
+def _suites(args: argparse.Namespace) -> list[str]:
+    default = "paper" if args.what in CONVOLUTIONS else args.what
+    return (args.suite or default).split(",")
+
+
+def _problems(args: argparse.Namespace, suite: str) -> Iterator[tuple[str, bedstone.Problem]]:
     all_directions = args.directions == "all"
     directions = DIRECTIONS if all_directions else _words(
         "--directions", args.directions, DIRECTIONS)  # fmt: skip
     layouts = _words("--layout", args.layout, ("nchw", "nhwc"))
-    for suite in (args.suite or ("paper" if convolution else args.what)).split(","):
-        entries = suites.read(suite)[: args.limit]
-        if convolution:
-            yield from suites.convolutions(
-                entries, directions, args.dtype, layouts, args.batch, args.math
-            )
-        elif args.batch is not None:
-            raise bedstone.InvalidDescriptor("--batch", args.batch, "convolutions to apply it to")
-        else:
-            yield from suites.others(entries, args.dtype, layouts if args.what == "pool" else ())
+    entries = suites.read(suite)[: args.limit]
+    if args.what in CONVOLUTIONS:
+        yield from suites.convolutions(
+            entries, directions, args.dtype, layouts, args.batch, args.math
+        )
+    elif args.batch is not None:
+        raise bedstone.InvalidDescriptor("--batch", args.batch, "convolutions to apply it to")
+    else:
+        yield from suites.others(entries, args.dtype, layouts if args.what == "pool" else ())
 
 
 def _measure(args: argparse.Namespace, problems: list[tuple[str, bedstone.Problem]]) -> int:
