@@ -19,6 +19,8 @@ import bedstone  # noqa: E402
 from bedstone import BedstoneError, InvalidDescriptor  # noqa: E402
 
 F = torch.nn.functional
+# Own kernels wherever they can be, from the first call on.
+ALWAYS = {"find": False, "compile_after": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +56,7 @@ def test_results_gradients_and_strides_are_native_ones():
         net = net.to(memory_format=layout)
         found = []
         for own in (False, True):
-            bt.patch(least=0)
+            bt.patch(least=0, **ALWAYS)
             if not own:
                 bt.unpatch()
             leaf = x.clone().requires_grad_()
@@ -87,7 +89,7 @@ def test_gradcheck_of_first_and_second_order(axes, transposed):
     def run(x, w, b):
         return convolve(x, w, b, stride=2, padding=1, groups=2)
 
-    with bt.enable():
+    with bt.enable(**ALWAYS):
         assert torch.autograd.gradcheck(run, (x, w, b))
         assert torch.autograd.gradgradcheck(run, (x, w, b))
     assert bt.report().calls("convolution") and bt.report().calls("convolution_backward")
@@ -107,7 +109,7 @@ def test_forward_mode_vmap_and_gradients_of_each_sample():
         return torch.func.jvp(net, (x,), (torch.ones_like(x),))
 
     native = each(), tangent()
-    with bt.enable():
+    with bt.enable(**ALWAYS):
         patched = each(), tangent()
     torch.utils._pytree.tree_map(close, patched, native)
     assert bt.report().own_calls
@@ -117,7 +119,7 @@ def test_autocast():
     net, x = torch.nn.Conv2d(3, 4, 3), images()
     with torch.autocast("cpu", torch.bfloat16):
         native = net(x)
-        with bt.enable():
+        with bt.enable(**ALWAYS):
             patched = net(x)
     assert patched.dtype is torch.bfloat16 and bt.report().calls("convolution")
     torch.testing.assert_close(patched, native, rtol=2e-2, atol=2e-2)
@@ -126,7 +128,7 @@ def test_autocast():
 def test_script_trace_and_export_keep_the_operator():
     net, x = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU()).eval(), images()
     native = net(x)
-    with bt.enable(least=0), torch.no_grad():
+    with bt.enable(least=0, **ALWAYS), torch.no_grad():
         traced = torch.jit.trace(net, x)
         scripted = torch.jit.script(net)
         exported = torch.export.export(net, (x,))
@@ -155,7 +157,7 @@ def test_compile_forward_and_backward():
         return [y.detach(), *(p.grad.clone() for p in net.parameters())]
 
     native = run(net)
-    with bt.enable():
+    with bt.enable(**ALWAYS):
         patched = run(torch.compile(net))
     for a, b in zip(patched, native):
         close(a, b)
@@ -165,15 +167,15 @@ def test_compile_forward_and_backward():
 def test_only_except_and_layers():
     net, x = network(), images()
     native = net(x)
-    with bt.enable(only=["convolution"], least=0):
+    with bt.enable(only=["convolution"], least=0, **ALWAYS):
         net(x)
     assert {row.operator for row in bt.report().rows} == {"convolution"}
     bt.reset()
-    with bt.enable(except_=["convolution", "_convolution"], least=0):
+    with bt.enable(except_=["convolution", "_convolution"], least=0, **ALWAYS):
         net(x)
     assert not bt.report().calls("convolution") and bt.report().own_calls
     bt.reset()
-    with bt.enable(layers=[net[0]], least=0):
+    with bt.enable(layers=[net[0]], least=0, **ALWAYS):
         net(x).sum().backward()
     report = bt.report()
     assert report.calls("convolution") == 1 and report.calls("convolution_backward") == 1
@@ -187,12 +189,12 @@ def test_blocks_nest_and_patches_count():
     conv, x = torch.nn.Conv2d(3, 4, 3), images()
     threads = bedstone.get_num_threads()
     bedstone.set_num_threads(torch.get_num_threads() + 1)
-    with bt.enable():
+    with bt.enable(**ALWAYS):
         assert bedstone.get_num_threads() == torch.get_num_threads()
     assert bedstone.get_num_threads() == torch.get_num_threads() + 1
     bedstone.set_num_threads(threads)
-    with bt.enable():
-        with bt.enable():
+    with bt.enable(**ALWAYS):
+        with bt.enable(**ALWAYS):
             conv(x)
         conv(x)
         assert bt.report().own_calls == 2
@@ -200,7 +202,7 @@ def test_blocks_nest_and_patches_count():
     assert bt.report().own_calls == 2
     with pytest.raises(BedstoneError, match="not patched"):
         bt.unpatch()
-    with pytest.raises(ZeroDivisionError), bt.enable():
+    with pytest.raises(ZeroDivisionError), bt.enable(**ALWAYS):
         raise ZeroDivisionError
 
 
@@ -221,7 +223,7 @@ def test_options_that_make_no_sense(options, words):
 
 
 def test_what_is_left_to_pytorch_says_why():
-    with bt.enable():
+    with bt.enable(**ALWAYS):
         F.conv2d(torch.randn(1, 2, 4, 4, dtype=torch.complex64),
                  torch.randn(2, 2, 3, 3, dtype=torch.complex64))  # fmt: skip
         F.conv2d(torch.zeros(0, 2, 4, 4), torch.zeros(2, 2, 3, 3))
@@ -239,7 +241,7 @@ def test_errors_are_pytorchs_own():
     x, w = torch.randn(1, 3, 4, 4), torch.randn(2, 4, 3, 3)
     with pytest.raises(RuntimeError) as native:
         F.conv2d(x, w)
-    with bt.enable(), pytest.raises(RuntimeError) as patched:
+    with bt.enable(**ALWAYS), pytest.raises(RuntimeError) as patched:
         F.conv2d(x, w)
     assert str(native.value) == str(patched.value)
 
@@ -256,7 +258,7 @@ def test_threads_at_once():
                     if not torch.allclose(net(x), native, atol=1e-5):
                         wrong.append(1)
 
-        with bt.enable():
+        with bt.enable(**ALWAYS):
             workers = [threading.Thread(target=work) for _ in range(4)]
             for worker in workers:
                 worker.start()
@@ -269,7 +271,7 @@ def test_find_keeps_the_quicker_side():
     x = torch.randn(1, 4, 8, 8)
     conv = torch.nn.Conv2d(4, 4, 3)
     native = conv(x)
-    with bt.enable(find=True):
+    with bt.enable(find=True, compile_after=1):
         for _ in range(3):
             close(conv(x), native)
     rows = bt.report().rows
@@ -308,7 +310,7 @@ GLOO = """
     whole(x).square().sum().backward()
     wanted = [p.grad for p in whole.parameters()]
     mine = x[2 * rank : 2 * rank + 2]
-    with bt.enable():
+    with bt.enable(find=False, compile_after=1):
         for wrap in (DistributedDataParallel, fully_shard):
             model = wrap(net())
             (2 * model(mine).square().sum()).backward()

@@ -91,7 +91,7 @@ class Model:
         """The code inside runs on PyTorch's kernels ("native") or on bedstone's ("bedstone")."""
         from bedstone.frameworks.torch import enable
 
-        with enable() if name == "bedstone" else contextlib.nullcontext():
+        with enable(compile_after=1) if name == "bedstone" else contextlib.nullcontext():
             yield
 
     def counts(self) -> tuple[int, int]:

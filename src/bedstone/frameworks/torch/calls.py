@@ -2,10 +2,12 @@
 
 An `Operator` says how to describe a call as problems (`describe`). What comes out, plans or a
 reason for leaving the call to PyTorch, is kept by the shapes, strides, dtypes and settings of the
-arguments, so that a repeated call costs a look-up, the allocation of its results and the kernels.
+arguments: a *kind* of call. A repeated call costs a look-up, the allocation of its results and the
+kernels.
 
-The first call of every kind runs PyTorch's kernel too: its errors are raised as they are, and the
-strides of its results are taken over.
+The first call of every kind runs PyTorch's kernel: its errors are raised as they are, and the
+strides of its results are taken over. A kind is compiled once PyTorch's kernel has served it so
+often that compiling can have paid (`patience`), and is kept where it is measured to be quicker.
 """
 
 from __future__ import annotations
@@ -23,13 +25,21 @@ from torch import Tensor
 from bedstone import InvalidDescriptor, Plan, Problem, TensorDesc
 from bedstone.frameworks.planning import compiled_plan
 from bedstone.frameworks.torch import report
+from bedstone.frameworks.torch.recent import Recent
 
-KINDS_KEPT = 8192  # of calls; then the dictionary of an operator starts anew
+KINDS_KEPT = 512  # of calls of an operator: those used last (a compiled one holds 50 to 200 KiB)
 # A pointwise call on fewer elements is over sooner than Python has prepared it.
 LEAST_ELEMENTS = 1 << 15
 # `find`: calls of each side that are timed, and seconds that may go into them.
-TRIALS, TRIAL_SECONDS = 5, 0.5
+TRIALS, TRIAL_SECONDS = 5, 0.1
 SETTLE_SECONDS = 0.012  # OpenMP's threads keep spinning for some milliseconds after a call
+# `patience`: what a kernel takes to compile, and what a CPU's thread computes and moves a second,
+# roughly: numbers, not measurements, so that a program's every run compiles at the same call.
+COMPILE_SECONDS = 0.25
+FLOPS_OF_A_THREAD, BYTES_A_SECOND = 3e10, 1e10
+FEWEST_CALLS, MOST_CALLS = 2, 32
+SLOWER = "measured: PyTorch's kernel is quicker"
+WAITING = "compiled when it has been called more often"
 
 
 class Native(Exception):
@@ -163,6 +173,47 @@ class Ready:
         return results[0] if self.single else tuple(results)
 
 
+@dataclass
+class Waiting:
+    """A kind of call that can be ours, and has not been called often enough to compile it."""
+
+    steps: tuple[Step, ...]
+    results: tuple[Result | int | None, ...]
+    single: bool
+    device: torch.device
+    left: int = 0  # calls that PyTorch's kernel still serves
+
+    def compiled(self) -> Ready | str:
+        """With its plans, or the reason why there are none."""
+        device = self.device
+        name = "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
+        found = []
+        for step in self.steps:
+            plan = compiled_plan(step.problem, name)
+            if isinstance(plan, str):
+                return plan
+            found.append((plan, step.operands, step.alpha, step.beta))
+        names = ", ".join(plan.algorithm for plan, *_ in found)
+        workspace = max((plan.workspace_size for plan, *_ in found), default=0)
+        return Ready(tuple(found), self.results, self.single, workspace, device, names)
+
+
+def patience(kind: Waiting) -> int:
+    """The call at which a kind is compiled: when PyTorch's kernel has run, by estimate, as long as
+    compiling takes. What compiling saves is less than what PyTorch's kernel took, so that before
+    that it cannot have paid; and a program of ever new shapes loses little."""
+    if settings.compile_after is not None:
+        return settings.compile_after
+    if kind.device.type != "cpu":
+        return FEWEST_CALLS
+    flops = FLOPS_OF_A_THREAD * torch.get_num_threads()
+    seconds = math.fsum(
+        max(s.problem.flops / flops, s.problem.bytes / BYTES_A_SECOND) for s in kind.steps
+    )
+    calls = math.ceil(COMPILE_SECONDS / max(seconds, COMPILE_SECONDS / MOST_CALLS))
+    return max(FEWEST_CALLS, calls)
+
+
 class _Local(threading.local):
     memory: Tensor | None = None  # a workspace, kept: fresh memory costs more than most kernels
     native = 0  # depth of calls of PyTorch's kernels, whose own calls are left alone
@@ -192,7 +243,8 @@ class Settings:
     """What `patch` was asked for. `watch` sees every call that is ours (explain)."""
 
     least: int = LEAST_ELEMENTS
-    find: bool = False
+    find: bool = True
+    compile_after: int | None = None
     active: Callable[[], bool] | None = None
     watch: Callable[[Operator, Ready, Callable[[], Any], Callable[[], Any]], None] | None = None
 
@@ -220,11 +272,11 @@ class Operator:
     ) -> None:
         self.name, self.describe, self.pointwise = name, describe, pointwise
         self._results = results
-        self._known: dict[Any, Ready | str] = {}
+        self._kinds: Recent[Ready | Waiting | str] = Recent(KINDS_KEPT)
 
     def forget(self) -> None:
         """Decide anew from now on."""
-        self._known.clear()
+        self._kinds.clear()
 
     def call(self, native: Any, keyset: Any, arguments: Sequence[Any], keywords: Any) -> Any:
         """The operator's result, ours or PyTorch's."""
@@ -239,11 +291,21 @@ class Operator:
         key = tuple([_signature(a) for a in arguments])
         if keywords:
             key += tuple(keywords.values())
-        known = self._known.get(key)
+        known = self._kinds.get(key)
         if known is None:
             return self._first(native, keyset, arguments, keywords, key)
+        if isinstance(known, Waiting):
+            known.left -= 1
+            if known.left > 0 and settings.watch is None:
+                return self._native(native, keyset, arguments, keywords, WAITING)
+            known = self._decide(known, native, keyset, arguments, keywords, key)
         if isinstance(known, str):
             return self._native(native, keyset, arguments, keywords, known)
+        return self._own(known, native, keyset, arguments, keywords)
+
+    def _own(
+        self, known: Ready, native: Any, keyset: Any, arguments: Sequence[Any], keywords: Any
+    ) -> Any:
         report.own(self.name, known.key)
         if settings.watch is not None:
             return self._watched(known, native, keyset, arguments, keywords)
@@ -266,35 +328,46 @@ class Operator:
     def _first(
         self, native: Any, keyset: Any, arguments: Sequence[Any], keywords: Any, key: Any
     ) -> Any:
-        """A kind of call that has not been seen: decide."""
-        if len(self._known) >= KINDS_KEPT:
-            self._known.clear()
+        """A kind of call that has not been seen."""
         given, made = None, None
         if self._results is not None:
             made = self._results(arguments)
         if made is None:
             given = self._plain(native, keyset, arguments, keywords)
+        known: Ready | Waiting | str
         try:
-            known: Ready | str = self._plan(arguments, keywords, given, made)
+            known = self._describe(arguments, keywords, given, made)
         except (Native, InvalidDescriptor) as error:
             known = str(error).splitlines()[0]
-        if isinstance(known, Ready) and settings.find and given is not None:
-            known = self._quicker(known, native, keyset, arguments, keywords)
-        self._known[key] = known
-        if isinstance(known, str):
-            report.native(self.name, known)
-            if given is None:
-                return self._plain(native, keyset, arguments, keywords)
-            return given
-        report.own(self.name, known.key)
-        if settings.watch is not None:
-            return self._watched(known, native, keyset, arguments, keywords)
-        return known.run(arguments)
+        self._kinds.put(key, known)
+        if isinstance(known, Waiting):
+            known.left = patience(known) - 1
+            if known.left <= 0 or settings.watch is not None:
+                known = self._decide(known, native, keyset, arguments, keywords, key)
+        if isinstance(known, Ready):
+            return self._own(known, native, keyset, arguments, keywords)
+        report.native(self.name, known if isinstance(known, str) else WAITING)
+        if given is None:
+            return self._plain(native, keyset, arguments, keywords)
+        return given
 
-    def _plan(
+    def _decide(
+        self, kind: Waiting, native: Any, keyset: Any, arguments: Sequence[Any], keywords: Any,
+        key: Any,
+    ) -> Ready | str:  # fmt: skip
+        """Compile a kind, and keep it if it is the quicker."""
+        known = kind.compiled()
+        if settings.watch is not None:  # which compares by itself; what patch does is left open
+            return known
+        if isinstance(known, Ready) and settings.find:
+            known = self._quicker(known, native, keyset, arguments, keywords)
+        self._kinds.put(key, known)
+        return known
+
+    def _describe(
         self, arguments: Sequence[Any], keywords: Any, given: Any,
         made: list[Result | int | None] | None,
-    ) -> Ready:  # fmt: skip
+    ) -> Waiting:  # fmt: skip
         tensors = [a for a in arguments if isinstance(a, Tensor)]
         device = tensors[0].device
         if any(t.device != device for t in tensors):
@@ -309,16 +382,7 @@ class Operator:
             made = [None if t is None else Result.like(t) for t in outputs]
         shown = [Result.like(arguments[r]) if isinstance(r, int) else r for r in made]
         steps = self.describe(Call(*self._complete(arguments, keywords), shown))
-        name = "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
-        found = []
-        for step in steps:
-            plan = compiled_plan(step.problem, name)
-            if isinstance(plan, str):
-                raise Native(plan)
-            found.append((plan, step.operands, step.alpha, step.beta))
-        names = ", ".join(plan.algorithm for plan, *_ in found)
-        workspace = max((plan.workspace_size for plan, *_ in found), default=0)
-        return Ready(tuple(found), tuple(made), single, workspace, device, names)
+        return Waiting(tuple(steps), tuple(made), single, device)
 
     def _complete(
         self, arguments: Sequence[Any], keywords: dict[str, Any]
@@ -333,12 +397,14 @@ class Operator:
     def _quicker(
         self, ready: Ready, native: Any, keyset: Any, arguments: Sequence[Any], keywords: Any
     ) -> Ready | str:
-        """Ours if it is the quicker of the two, measured on these tensors."""
-        ours = measure(lambda: ready.run(arguments), arguments)
-        theirs = measure(lambda: self._plain(native, keyset, arguments, keywords), arguments)
-        if ours <= theirs:
-            return ready
-        return f"measured {ours * 1e3:.3g} ms against PyTorch's {theirs * 1e3:.3g}"
+        """Ours if it is the quicker of the two, measured on these tensors; on copies of them where
+        the operator writes to its arguments."""
+        if self._results is not None:
+            arguments = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
+        with torch.no_grad():
+            ours = measure(lambda: ready.run(arguments), arguments)
+            theirs = measure(lambda: self._plain(native, keyset, arguments, keywords), arguments)
+        return ready if ours <= theirs else SLOWER
 
     def _watched(
         self, known: Ready, native: Any, keyset: Any, arguments: Sequence[Any], keywords: Any

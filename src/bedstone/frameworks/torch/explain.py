@@ -63,7 +63,7 @@ def explain(model: torch.nn.Module, *inputs: Any, **keywords: Any) -> Explanatio
         seconds = native(), own()
         lines.append(Line(stack[-1], operator.name, ready.algorithms, ready.problems, *seconds))
 
-    with _named(model, stack), enable(least=0), torch.no_grad():
+    with _named(model, stack), enable(find=False, least=0), torch.no_grad():
         before, calls.settings.watch = calls.settings.watch, watch
         try:
             model(*inputs, **keywords)

@@ -9,6 +9,7 @@ replaces convolutions by an operator of its own, which is not overridden.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import threading
 import warnings
@@ -29,6 +30,7 @@ _lock = threading.RLock()
 _depth = 0
 _libraries: list[Any] = []
 _layers: Layers | None = None
+_decided: tuple[Any, ...] = ()  # the options that what is known of kinds of calls depends on
 _threads = 0  # bedstone's, before the patch
 
 
@@ -56,7 +58,8 @@ def patch(
     only: Iterable[str] | None = None,
     except_: Iterable[str] = (),
     layers: Iterable[torch.nn.Module] | None = None,
-    find: bool = False,
+    find: bool = True,
+    compile_after: int | None = None,
     least: int = calls.LEAST_ELEMENTS,
 ) -> None:
     """Put bedstone under PyTorch's operators until `unpatch()`; calls count, so that as many
@@ -64,7 +67,11 @@ def patch(
 
     only, except_  names of operators, as `operators()` lists them: these alone; all but these
     layers         modules: only what runs inside their forward and backward is taken
-    find           measure both sides at the first call of every kind, and keep the quicker
+    find           measure both sides when a kind of call (operator, shapes, strides, dtypes,
+                   settings) is compiled, and keep the quicker; False: bedstone's wherever it can
+    compile_after  the call of a kind at which bedstone compiles it, PyTorch's kernel serving those
+                   before; 1: the first. None: when compiling can have paid, the 2nd to the 32nd,
+                   by the size of the problem
     least          elements under which softmax, activations and normalisation are left alone
 
     Meanwhile bedstone has as many threads as PyTorch (`torch.get_num_threads()`). Raises
@@ -75,6 +82,8 @@ def patch(
     chosen = _chosen(only, except_)
     if not isinstance(least, int) or least < 0:
         raise InvalidDescriptor("least", least, "a number of elements, 0 or more")
+    if compile_after is not None and (not isinstance(compile_after, int) or compile_after < 1):
+        raise InvalidDescriptor("compile_after", compile_after, "a number of calls, 1 or more")
     with _lock:
         if _depth == 0:
             if not hasattr(torch.library, "get_kernel"):
@@ -83,11 +92,12 @@ def patch(
                     "bedstone.frameworks.torch.ops works without it"
                 )
             _layers = None if layers is None else Layers(layers)
-            calls.settings.find, calls.settings.least = find, least
+            calls.settings.least = least
+            calls.settings.find, calls.settings.compile_after = find, compile_after
             calls.settings.active = None if _layers is None else _layers.active
-            for operator in chosen:
-                operator.forget()
-            _threads = bedstone.get_num_threads()
+            _forget_if_other((find, compile_after))
+            # Not those of a config() block around this call, which are the block's alone.
+            _threads = contextvars.Context().run(bedstone.get_num_threads)
             bedstone.set_num_threads(torch.get_num_threads())
             _install(chosen)
         _depth += 1
@@ -109,6 +119,18 @@ def unpatch() -> None:
                 _layers = None
             calls.settings.active = None
             bedstone.set_num_threads(_threads)
+
+
+def _forget_if_other(options: tuple[Any, ...]) -> None:
+    """What was decided under other options, of a patch or of bedstone, is decided anew; else a
+    later patch goes on where the last one ended."""
+    global _decided
+    with bedstone.config() as now:
+        decided = (*options, now.choice_key, torch.get_num_threads())
+    if decided != _decided:
+        for operator in OPERATORS:
+            operator.forget()
+    _decided = decided
 
 
 def enabled() -> bool:
