@@ -12,14 +12,15 @@ from bedstone.spec.errors import InvalidDescriptor
 
 
 class Blob:
-    """float32 `data` and `diff` (its gradient) of one shape, both C-contiguous.
+    """`data` and `diff` (its gradient) of one shape and dtype, both C-contiguous.
 
     Memory comes with the first use of either. Several blobs may show the same memory: `share_data`
     and `share_diff`.
     """
 
-    def __init__(self, shape: Sequence[int] = ()) -> None:
+    def __init__(self, shape: Sequence[int] = (), dtype: Any = np.float32) -> None:
         self.shape: tuple[int, ...] = tuple(shape)
+        self.dtype = np.dtype(dtype)
         self._data: np.ndarray | None = None
         self._diff: np.ndarray | None = None
 
@@ -43,7 +44,7 @@ class Blob:
     @property
     def data(self) -> np.ndarray:
         if self._data is None:
-            self._data = np.zeros(self.shape, np.float32)
+            self._data = np.zeros(self.shape, self.dtype)
         return self._data
 
     @data.setter
@@ -53,7 +54,7 @@ class Blob:
     @property
     def diff(self) -> np.ndarray:
         if self._diff is None:
-            self._diff = np.zeros(self.shape, np.float32)
+            self._diff = np.zeros(self.shape, self.dtype)
         return self._diff
 
     @diff.setter

@@ -92,7 +92,7 @@ class MemoryDataLayer(DataLayer):
 
     def reset(self, data: np.ndarray, labels: np.ndarray) -> None:
         """Feed these arrays, (N, C, H, W) and (N,), from now on; N is a multiple of batch_size."""
-        data, labels = np.asarray(data, np.float32), np.asarray(labels, np.float32).reshape(-1)
+        data, labels = np.asarray(data, self.dtype), np.asarray(labels, self.dtype).reshape(-1)
         if data.shape[1:] != self._shape or len(data) % self._batch or not len(data):
             expected = f"(a multiple of {self._batch}, {', '.join(map(str, self._shape))})"
             raise self.wrong("data", data.shape, expected)

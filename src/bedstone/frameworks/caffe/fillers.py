@@ -28,16 +28,16 @@ def fill(array: np.ndarray, filler: Any, rng: np.random.Generator) -> None:
 
 
 def _draw_uniform(array: np.ndarray, low: float, high: float, rng: np.random.Generator) -> None:
-    """In float32 and in place: networks have a hundred million parameters."""
-    rng.random(dtype=np.float32, out=array)
-    array *= np.float32(high - low)
-    array += np.float32(low)
+    """In the array's precision and in place: networks have a hundred million parameters."""
+    rng.random(dtype=array.dtype, out=array)
+    array *= high - low
+    array += low
 
 
 def _draw_normal(array: np.ndarray, mean: float, std: float, rng: np.random.Generator) -> None:
-    rng.standard_normal(dtype=np.float32, out=array)
-    array *= np.float32(std)
-    array += np.float32(mean)
+    rng.standard_normal(dtype=array.dtype, out=array)
+    array *= std
+    array += mean
 
 
 def _constant(array: np.ndarray, filler: Any, rng: np.random.Generator) -> None:

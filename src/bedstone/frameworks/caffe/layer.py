@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from bedstone import TensorDesc
 from bedstone.frameworks.caffe.blob import Blob
 from bedstone.spec.errors import InvalidDescriptor
 
@@ -30,6 +33,7 @@ class Layer:
 
     def __init__(self, param: Any, net: Any) -> None:
         self.param, self.net = param, net
+        self.dtype: np.dtype = net.dtype  # of blobs and computation
         self.name: str = param.name
         self.type: str = param.type
         self.phase: str = net.phase
@@ -37,6 +41,14 @@ class Layer:
         self.loss_weights: list[float] = []
         self.param_propagate: list[bool] = []  # whether each blob's gradient is wanted
         self._shapes: Any = None
+
+    def new_blob(self, shape: Sequence[int]) -> Blob:
+        """A blob of the network's dtype."""
+        return Blob(shape, self.dtype)
+
+    def packed(self, shape: Sequence[int], dtype: str | None = None) -> TensorDesc:
+        """The descriptor of a blob of that shape."""
+        return TensorDesc.packed(tuple(shape), dtype or self.dtype.name)
 
     def wrong(self, field: str, value: object, expected: str) -> InvalidDescriptor:
         """The error to raise for one of the layer's parameters or bottoms."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bedstone import ActivationDesc, ActivationProblem, TensorDesc
+from bedstone import ActivationDesc, ActivationProblem
 from bedstone.frameworks.caffe.blob import Blob
 from bedstone.frameworks.caffe.fillers import fill
 from bedstone.frameworks.caffe.layer import Layer
@@ -77,7 +77,7 @@ class Activation(Elementwise):
         super().reshape(bottom, top)
         self._forward = self._backward = None
         if self.on_bedstone:
-            x = TensorDesc.packed((max(bottom[0].count, 1),), "float32")
+            x = self.packed((max(bottom[0].count, 1),))
             engines, kind = self.net.engines, self.activation
             self._forward = engines.kernel(
                 self, "forward", ActivationProblem("forward", x, x, kind)
@@ -116,15 +116,16 @@ class ReLU(Activation):
         if self._forward is not None:
             super().apply(x, y)
             return
-        slope = np.float32(self.param.relu_param.negative_slope)
-        np.maximum(x, slope * x if slope else np.float32(0), out=y)
+        slope = self.param.relu_param.negative_slope
+        np.maximum(x, slope * x if slope else 0.0, out=y)
 
     def gradient(self, x: np.ndarray, y: np.ndarray, dy: np.ndarray, dx: np.ndarray) -> None:
         if self._backward is not None:
             super().gradient(x, y, dy, dx)
             return
-        slope = np.float32(self.param.relu_param.negative_slope)
-        np.multiply(dy, (y > 0) if slope == 0 else np.where(y > 0, np.float32(1), slope), out=dx)
+        slope = self.dtype.type(self.param.relu_param.negative_slope)
+        one = self.dtype.type(1)
+        np.multiply(dy, (y > 0) if slope == 0 else np.where(y > 0, one, slope), out=dx)
 
 
 @register("Sigmoid")
@@ -170,7 +171,7 @@ class PReLU(Elementwise):
         param = self.param.prelu_param
         if len(bottom[0].shape) < 2:
             raise self.wrong("bottom's shape", bottom[0].shape, "2 or more extents: N, C")
-        slope = Blob(() if param.channel_shared else (bottom[0].shape[1],))
+        slope = self.new_blob(() if param.channel_shared else (bottom[0].shape[1],))
         if param.HasField("filler"):
             array = slope.data.reshape(-1)
             fill(array, param.filler, self.net.rng)
@@ -191,7 +192,7 @@ class PReLU(Elementwise):
             self.blobs[0].diff[...] += terms.sum(axes).reshape(self.blobs[0].shape)
 
     def gradient(self, x: np.ndarray, y: np.ndarray, dy: np.ndarray, dx: np.ndarray) -> None:
-        np.multiply(dy, np.where(x > 0, np.float32(1), self._slope(x)), out=dx)
+        np.multiply(dy, np.where(x > 0, self.dtype.type(1), self._slope(x)), out=dx)
 
 
 @register("AbsVal")
@@ -215,16 +216,16 @@ class Power(Elementwise):
 
     def apply(self, x: np.ndarray, y: np.ndarray) -> None:
         p = self.param.power_param
-        y[...] = np.power(np.float32(p.shift) + np.float32(p.scale) * x, np.float32(p.power))
+        y[...] = np.power(p.shift + p.scale * x, p.power)
 
     def gradient(self, x: np.ndarray, y: np.ndarray, dy: np.ndarray, dx: np.ndarray) -> None:
         p = self.param.power_param
-        factor = np.float32(p.power * p.scale)
+        factor = p.power * p.scale
         if p.power == 1 or not factor:
             np.multiply(dy, factor, out=dx)
             return
-        inner = np.float32(p.shift) + np.float32(p.scale) * x
-        np.multiply(dy, factor * np.power(inner, np.float32(p.power - 1)), out=dx)
+        inner = p.shift + p.scale * x
+        np.multiply(dy, factor * np.power(inner, p.power - 1), out=dx)
 
 
 class Based(Elementwise):
@@ -250,10 +251,10 @@ class Exp(Based):
 
     def apply(self, x: np.ndarray, y: np.ndarray) -> None:
         p = self.numbers()
-        y[...] = np.exp(np.float32(self.log_base) * (np.float32(p.shift) + np.float32(p.scale) * x))
+        y[...] = np.exp(self.log_base * (p.shift + p.scale * x))
 
     def gradient(self, x: np.ndarray, y: np.ndarray, dy: np.ndarray, dx: np.ndarray) -> None:
-        np.multiply(dy, y * np.float32(self.log_base * self.numbers().scale), out=dx)
+        np.multiply(dy, y * (self.log_base * self.numbers().scale), out=dx)
 
 
 @register("Log")
@@ -268,13 +269,13 @@ class Log(Based):
     def apply(self, x: np.ndarray, y: np.ndarray) -> None:
         p = self.numbers()
         with np.errstate(divide="ignore", invalid="ignore"):
-            y[...] = np.log(np.float32(p.shift) + np.float32(p.scale) * x) / self.log_base
+            y[...] = np.log(p.shift + p.scale * x) / self.log_base
 
     def gradient(self, x: np.ndarray, y: np.ndarray, dy: np.ndarray, dx: np.ndarray) -> None:
         p = self.numbers()
-        inner = np.float32(p.shift) + np.float32(p.scale) * x
+        inner = p.shift + p.scale * x
         with np.errstate(divide="ignore", invalid="ignore"):
-            np.multiply(dy, np.float32(p.scale / self.log_base) / inner, out=dx)
+            np.multiply(dy, (p.scale / self.log_base) / inner, out=dx)
 
 
 @register("BNLL")
@@ -284,7 +285,7 @@ class BNLL(Elementwise):
     keeps_bottom = True
 
     def apply(self, x: np.ndarray, y: np.ndarray) -> None:
-        np.logaddexp(x, np.float32(0), out=y)
+        np.logaddexp(x, 0.0, out=y)
 
     def gradient(self, x: np.ndarray, y: np.ndarray, dy: np.ndarray, dx: np.ndarray) -> None:
         np.multiply(dy, ActivationDesc("sigmoid").apply(x), out=dx, casting="unsafe")
@@ -318,7 +319,7 @@ class Dropout(Elementwise):
                 y[...] = x
             return
         kept = self.net.rng.random(x.shape, np.float32) >= self.ratio
-        self._mask = kept * np.float32(1 / (1 - self.ratio))
+        self._mask = kept * self.dtype.type(1 / (1 - self.ratio))
         np.multiply(x, self._mask, out=y)
 
     def gradient(self, x: np.ndarray, y: np.ndarray, dy: np.ndarray, dx: np.ndarray) -> None:

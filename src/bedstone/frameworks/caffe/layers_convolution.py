@@ -19,7 +19,6 @@ from bedstone import (
     ConvolutionDesc,
     ConvolutionProblem,
     Epilogue,
-    TensorDesc,
     TensorOpProblem,
 )
 from bedstone.frameworks.caffe.blob import Blob
@@ -39,7 +38,7 @@ class Lowering:
 
     def __init__(
         self, channels: int, size: Sequence[int], window: Sequence[int], pad: Sequence[int],
-        stride: Sequence[int], dilation: Sequence[int], out: Sequence[int],
+        stride: Sequence[int], dilation: Sequence[int], out: Sequence[int], dtype: Any,
     ) -> None:  # fmt: skip
         self.channels, self.out = channels, tuple(out)
         self.size, self.pad = tuple(size), tuple(pad)
@@ -48,8 +47,8 @@ class Lowering:
         self.flat = plain and all(r == 1 for r in window)  # a 1x1 filter: the image is the matrix
         if not self.flat:
             padded = [n + 2 * p for n, p in zip(size, pad)]
-            self.image = np.zeros((channels, *padded), np.float32)
-            self.columns = np.empty((channels, *window, *out), np.float32)
+            self.image = np.zeros((channels, *padded), dtype)
+            self.columns = np.empty((channels, *window, *out), dtype)
 
     def _taps(self) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
         for tap in itertools.product(*map(range, self.window)):
@@ -120,12 +119,12 @@ class Convolving(Layer):
         first, second = channels, self.outputs
         if not self.transposed:
             first, second = second, first
-        weight = Blob((first, second // self.group, *self.window))
+        weight = self.new_blob((first, second // self.group, *self.window))
         fill(weight.data, param.weight_filler, self.net.rng)
         self.blobs = [weight]
         self.bias = param.bias_term
         if self.bias:
-            bias = Blob((self.outputs,))
+            bias = self.new_blob((self.outputs,))
             fill(bias.data, param.bias_filler, self.net.rng)
             self.blobs.append(bias)
         self.on_bedstone = self.net.engines.wanted(self, param)
@@ -174,13 +173,13 @@ class Convolving(Layer):
             self._plan()
         if len(self._kernels) < 3 + self.bias:
             geometry = (self.window, self.pad, self.stride, self.dilation)
-            self._lowering = Lowering(self._image[1], self._image[2:], *geometry, self._product[2:])
+            sizes = (self._image[1], self._image[2:], *geometry, self._product[2:])
+            self._lowering = Lowering(*sizes, self.dtype)
 
     def _plan(self) -> None:
         conv = ConvolutionDesc.of(self.axes, self.pad, self.stride, self.dilation, self.group)
         x, y, w = (
-            TensorDesc.packed(shape, "float32")
-            for shape in (self._image, self._product, self.blobs[0].shape)
+            self.packed(shape) for shape in (self._image, self._product, self.blobs[0].shape)
         )
         bias = self.bias and not self.transposed
         problems: dict[str, Any] = {
@@ -190,12 +189,10 @@ class Convolving(Layer):
         }
         if self.bias:
             top = x if self.transposed else y
-            problems["bias"] = BiasGradientProblem(
-                top, TensorDesc.packed((top.dims[1],), "float32")
-            )
+            problems["bias"] = BiasGradientProblem(top, self.packed((top.dims[1],)))
         if self.bias and self.transposed:
             ones = (1,) * self.axes
-            row = TensorDesc.packed((1, self.outputs, *ones), "float32")
+            row = self.packed((1, self.outputs, *ones))
             problems["add"] = TensorOpProblem("add", x, row)
         for name, problem in problems.items():
             kernel = self.net.engines.kernel(self, name, problem)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bedstone import SoftmaxProblem, TensorDesc
+from bedstone import SoftmaxProblem
 from bedstone.frameworks.caffe import schema
 from bedstone.frameworks.caffe.blob import Blob
 from bedstone.frameworks.caffe.layer import Layer
@@ -27,7 +27,7 @@ class Softmaxing(Layer):
 
     def plan(self, shape: tuple[int, ...], backward: bool) -> None:
         """Make the kernels for a shape."""
-        x = TensorDesc.packed(shape, "float32")
+        x = self.packed(shape)
         self._forward = self._backward = None
         if not self.on_bedstone or math.prod(shape) == 0:
             return
@@ -138,7 +138,7 @@ class SoftmaxWithLoss(Softmaxing, Labelled):
         top[0].reshape()
         if len(top) == 2:
             top[1].reshape(*bottom[0].shape)
-        self.probability = np.empty(bottom[0].shape, np.float32)
+        self.probability = np.empty(bottom[0].shape, self.dtype)
         self.plan(bottom[0].shape, False)
 
     def forward(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
@@ -168,7 +168,7 @@ class SoftmaxWithLoss(Softmaxing, Labelled):
         np.put_along_axis(dx, self._index(), at, 1)
         weight = float(top[0].diff) / self._divisor
         valid = self._valid.reshape(self.outer, 1, self.inner)
-        dx *= np.where(valid, np.float32(weight), np.float32(0))
+        dx *= np.where(valid, self.dtype.type(weight), self.dtype.type(0))
 
 
 @register("SigmoidCrossEntropyLoss")
@@ -193,7 +193,7 @@ class SigmoidCrossEntropyLoss(Layer):
     def forward(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         x, t = bottom[0].data, bottom[1].data.reshape(bottom[0].shape)
         self._valid = np.ones(x.shape, bool) if self.ignored is None else t != self.ignored
-        losses = np.logaddexp(np.float32(0), x) - x * t
+        losses = np.logaddexp(0.0, x) - x * t
         images = bottom[0].shape[0] if bottom[0].shape else 1
         valid = int(self._valid.sum())
         inner = bottom[0].count // max(images, 1)
@@ -206,7 +206,7 @@ class SigmoidCrossEntropyLoss(Layer):
         if not propagate_down[0]:
             return
         x, t = bottom[0].data, bottom[1].data.reshape(bottom[0].shape)
-        weight = np.float32(float(top[0].diff) / self._divisor)
+        weight = float(top[0].diff) / self._divisor
         e = np.exp(-np.abs(x))
         s = np.where(x >= 0, 1 / (1 + e), e / (1 + e))
         bottom[0].diff[...] = np.where(self._valid, (s - t) * weight, 0)
@@ -234,7 +234,7 @@ class EuclideanLoss(Layer):
     def backward(
         self, top: Sequence[Blob], propagate_down: Sequence[bool], bottom: Sequence[Blob]
     ) -> None:
-        weight = np.float32(float(top[0].diff) / max(self._images, 1))
+        weight = float(top[0].diff) / max(self._images, 1)
         for i, sign in enumerate((1, -1)):
             if propagate_down[i]:
                 bottom[i].diff[...] = (self._difference * (sign * weight)).reshape(bottom[i].shape)
@@ -272,7 +272,7 @@ class HingeLoss(Labelled):
     ) -> None:
         if not propagate_down[0]:
             return
-        weight = np.float32(float(top[0].diff) / len(self._sign))
+        weight = float(top[0].diff) / len(self._sign)
         slope = 2 * self._margin if self.squared else np.sign(self._margin)
         bottom[0].diff[...] = (slope * self._sign * weight).reshape(bottom[0].shape)
 

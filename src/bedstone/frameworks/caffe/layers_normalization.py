@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bedstone import LrnProblem, NormalizationProblem, TensorDesc
+from bedstone import LrnProblem, NormalizationProblem
 from bedstone.frameworks.caffe import schema
 from bedstone.frameworks.caffe.blob import Blob
 from bedstone.frameworks.caffe.fillers import fill
@@ -38,7 +38,7 @@ class Lrn(Layer):
         shape = bottom[0].shape
         top[0].reshape(*shape)
         self._forward = self._backward = None
-        x = TensorDesc.packed(shape, "float32")
+        x = self.packed(shape)
         self._problem = LrnProblem("lrn_forward", x, x, self.lrn)
         if self.on_bedstone:
             engines = self.net.engines
@@ -52,11 +52,11 @@ class Lrn(Layer):
             self._forward(x, top[0].data)
             return
         self._base = self._base_of(x)
-        np.multiply(x, self._base ** np.float32(-self.lrn.beta), out=top[0].data)
+        np.multiply(x, self._base**-self.lrn.beta, out=top[0].data)
 
     def _base_of(self, x: np.ndarray) -> np.ndarray:
-        share = np.float32(self.lrn.alpha / self._problem.reduction_length)
-        return np.float32(self.lrn.k) + share * self.lrn.window_sum(x * x)
+        share = self.lrn.alpha / self._problem.reduction_length
+        return self.lrn.k + share * self.lrn.window_sum(x * x)
 
     def backward(
         self, top: Sequence[Blob], propagate_down: Sequence[bool], bottom: Sequence[Blob]
@@ -67,10 +67,10 @@ class Lrn(Layer):
         if self._backward is not None:
             self._backward(x, dy, bottom[0].diff)
             return
-        share = np.float32(self.lrn.alpha / self._problem.reduction_length)
-        power = self._base ** np.float32(-self.lrn.beta)
+        share = self.lrn.alpha / self._problem.reduction_length
+        power = self._base**-self.lrn.beta
         inner = self.lrn.window_sum(dy * power * (x / self._base), True)
-        factor = np.float32(2 * self.lrn.beta) * share
+        factor = 2 * self.lrn.beta * share
         bottom[0].diff[...] = dy * power - factor * x * inner
 
 
@@ -87,7 +87,7 @@ class BatchNorm(Layer):
         self.given_statistics = param.use_global_stats if given else self.phase == "TEST"
         self.epsilon, self.fraction = param.eps, param.moving_average_fraction
         self.channels = bottom[0].shape[1] if len(bottom[0].shape) > 1 else 1
-        self.blobs = [Blob((self.channels,)), Blob((self.channels,)), Blob((1,))]
+        self.blobs = [self.new_blob((n,)) for n in (self.channels, self.channels, 1)]
         for blob in self.blobs:
             blob.data[...] = 0
         # The averages are no parameters that a solver may change.
@@ -103,13 +103,13 @@ class BatchNorm(Layer):
             top[0].reshape(*shape)
         self._images = len(shape)
         dims = shape if len(shape) > 1 else (*shape, 1)
-        x = TensorDesc.packed(dims, "float32")
+        x = self.packed(dims)
         norm = NormDesc("batch", self.epsilon, scale=False, shift=False)
         engines = self.net.engines
         self._mean, self._variance, self._inv_std = (
-            np.zeros(self.channels, np.float32) for _ in range(3)
+            np.zeros(self.channels, self.dtype) for _ in range(3)
         )
-        self._batch_mean = np.zeros(self.channels, np.float32)
+        self._batch_mean = np.zeros(self.channels, self.dtype)
         self._backward = None
         self._kept: np.ndarray | None = None
         on_bedstone = engines.wanted(self)
@@ -148,14 +148,14 @@ class BatchNorm(Layer):
             self._variance[...] = biased * (count / max(count - 1, 1))
             y[...] = centred * self._spread(self._inv_std, x.ndim)
         sums, squares, weight = (blob.data for blob in self.blobs)
-        fraction = np.float32(self.fraction)
+        fraction = self.fraction
         weight[...] = weight * fraction + 1
         sums[...] = sums * fraction + self._mean
         squares[...] = squares * fraction + self._variance
 
     def _by_averages(self, x: np.ndarray, y: np.ndarray) -> None:
         weight = float(self.blobs[2].data[0])
-        scale = np.float32(0 if weight == 0 else 1 / weight)
+        scale = 0.0 if weight == 0 else 1 / weight
         np.multiply(self.blobs[0].data, scale, out=self._mean)
         np.multiply(self.blobs[1].data, scale, out=self._variance)
         self._inv_std[...] = 1 / np.sqrt(self._variance + self.epsilon)
@@ -203,7 +203,7 @@ class Broadcast(Elementwise):
         end = len(shape) if axes == -1 else self.axis + axes
         if axes < -1 or end > len(shape):
             raise self.wrong("num_axes", axes, f"-1 to {len(shape) - self.axis}")
-        blob = Blob(shape[self.axis : end])
+        blob = self.new_blob(shape[self.axis : end])
         blob.data[...] = default
         if filler is not None:
             fill(blob.data, filler, self.net.rng)
@@ -235,7 +235,7 @@ class Scale(Broadcast):
         self.place(bottom, param.axis, param.num_axes, filler, 1.0)
         self.bias: Blob | None = None
         if param.bias_term:
-            self.bias = Blob(bottom[1].shape if len(bottom) == 2 else self.blobs[0].shape)
+            self.bias = self.new_blob(bottom[1].shape if len(bottom) == 2 else self.blobs[0].shape)
             fill(self.bias.data, param.bias_filler, self.net.rng)
             self.blobs.append(self.bias)
 
@@ -311,7 +311,7 @@ class Mvn(Layer):
         np.subtract(x, x.mean(1, keepdims=True), out=y)
         if param.normalize_variance:
             self._deviation = np.sqrt((y * y).mean(1, keepdims=True))
-            y /= self._deviation + np.float32(param.eps)
+            y /= self._deviation + param.eps
 
     def backward(
         self, top: Sequence[Blob], propagate_down: Sequence[bool], bottom: Sequence[Blob]
@@ -325,7 +325,7 @@ class Mvn(Layer):
             dx[...] = slope
             return
         y = top[0].data.reshape(self._rows)
-        divisor = self._deviation + np.float32(param.eps)
+        divisor = self._deviation + param.eps
         # y = c / (s + eps), ds = c / (n s): the second term has (s + eps) / s.
-        ratio = divisor / np.maximum(self._deviation, np.finfo(np.float32).tiny)
+        ratio = divisor / np.maximum(self._deviation, np.finfo(self.dtype).tiny)
         dx[...] = (slope - y * (dy * y).mean(1, keepdims=True) * ratio) / divisor

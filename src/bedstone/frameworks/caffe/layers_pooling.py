@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from bedstone import PoolingDesc, PoolingProblem, TensorDesc
+from bedstone import PoolingDesc, PoolingProblem
 from bedstone.frameworks.caffe import schema
 from bedstone.frameworks.caffe.blob import Blob
 from bedstone.frameworks.caffe.layer import Layer
@@ -96,8 +96,8 @@ class Pooling(Layer):
         pool = PoolingDesc.of(
             mode, self.window, 2, self.pad, self.stride, 1, "ceil" if self.ceil else "floor"
         )
-        x, y = TensorDesc.packed(shape, "float32"), TensorDesc.packed(out, "float32")
-        indices = TensorDesc.packed(out, "int64") if self.method == "MAX" else None
+        x, y = self.packed(shape), self.packed(out)
+        indices = self.packed(out, "int64") if self.method == "MAX" else None
         engines = self.net.engines
         self._forward = engines.kernel(
             self, "forward", PoolingProblem("forward", x, y, pool, indices)
@@ -193,7 +193,7 @@ class Pooling(Layer):
         sides = []
         for places, n, p in zip(self._places(), shape[2:], self.pad):
             sides.append((places < n + p).sum(1))
-        return np.outer(*sides).astype(np.float32)
+        return np.outer(*sides).astype(self.dtype)
 
     def _average(self, x: np.ndarray, y: np.ndarray) -> None:
         y[...] = 0

@@ -25,11 +25,11 @@ class InnerProduct(Layer):
         self.inputs = math.prod(bottom[0].shape[self.axis :])
         self.transposed = param.transpose
         shape = (param.num_output, self.inputs)
-        weight = Blob(shape[::-1] if self.transposed else shape)
+        weight = self.new_blob(shape[::-1] if self.transposed else shape)
         fill(weight.data, param.weight_filler, self.net.rng)
         self.blobs = [weight]
         if param.bias_term:
-            bias = Blob((param.num_output,))
+            bias = self.new_blob((param.num_output,))
             fill(bias.data, param.bias_filler, self.net.rng)
             self.blobs.append(bias)
 
@@ -75,11 +75,11 @@ class Embed(Layer):
         if param.num_output < 1 or param.input_dim < 1:
             given = (param.num_output, param.input_dim)
             raise self.wrong("num_output, input_dim", given, "1 or more")
-        table = Blob((param.input_dim, param.num_output))
+        table = self.new_blob((param.input_dim, param.num_output))
         fill(table.data, param.weight_filler, self.net.rng)
         self.blobs = [table]
         if param.bias_term:
-            bias = Blob((param.num_output,))
+            bias = self.new_blob((param.num_output,))
             fill(bias.data, param.bias_filler, self.net.rng)
             self.blobs.append(bias)
 

@@ -186,7 +186,7 @@ class Eltwise(Layer):
         if coefficients and (self.operation != "SUM" or len(coefficients) != len(bottom)):
             expected = f"none, or with SUM one for each of {len(bottom)} bottoms"
             raise self.wrong("coeff", coefficients, expected)
-        self.coefficients = [np.float32(c) for c in coefficients or [1.0] * len(bottom)]
+        self.coefficients = coefficients or [1.0] * len(bottom)
 
     def reshape(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         self.same_shape(bottom)
@@ -278,7 +278,7 @@ class Reduction(Layer):
         axis = self.axis_of(param.axis, len(shape)) if shape else 0
         self._rows = (math.prod(shape[:axis]), math.prod(shape[axis:]))
         mean = self.operation == "MEAN"
-        self._factor = np.float32(param.coeff / (self._rows[1] if mean else 1))
+        self._factor = param.coeff / (self._rows[1] if mean else 1)
         top[0].reshape(*shape[:axis])
 
     def forward(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:

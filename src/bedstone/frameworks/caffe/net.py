@@ -23,6 +23,7 @@ from bedstone.frameworks.caffe.registry import layer_class
 from bedstone.spec.errors import InvalidDescriptor
 
 PHASES = ("TRAIN", "TEST")
+DTYPES = ("float32", "float64")
 ENGINES = (None, "DEFAULT", "CAFFE", "CUDNN")
 
 
@@ -35,6 +36,7 @@ class Net:
     engine   "CAFFE" or "CUDNN" for every layer, whatever the file says; None as the file says
     level, stages  the rest of the state that layers are included by
     seed     of the fillers and of layers that draw random numbers
+    dtype    of all blobs and of the computation: float32, or float64
 
     Raises InvalidDescriptor, naming file or layer, for a network that makes no sense.
     """
@@ -48,6 +50,7 @@ class Net:
         level: int = 0,
         stages: Sequence[str] = (),
         seed: int | None = None,
+        dtype: Any = "float32",
     ) -> None:
         if phase not in PHASES:
             raise InvalidDescriptor("phase", phase, f"one of {PHASES}")
@@ -60,6 +63,9 @@ class Net:
             read.CopyFrom(param)
             read = upgrade.upgrade_net(read)
         self.phase, self.level, self.stages = phase, level, tuple(stages)
+        self.dtype = np.dtype(dtype)
+        if self.dtype.name not in DTYPES:
+            raise InvalidDescriptor("dtype", self.dtype.name, f"one of {DTYPES}")
         self.rng = np.random.default_rng(seed)
         self.engines = Engines(engine)
         self.name: str = read.name
@@ -125,13 +131,13 @@ class Net:
                 expected = "a name of its own, or that of the layer's bottom of the same number"
                 raise InvalidDescriptor(f"layer {param.name}: top", name, expected)
             if not in_place:
-                self.blobs[name] = Blob()
+                self.blobs[name] = Blob(dtype=self.dtype)
                 gradient[name] = False
             available[name] = True
             tops.append(self.blobs[name])
         least = layer.tops if isinstance(layer.tops, int) else layer.tops[0]
         if layer.loss and not tops:  # a loss needs no name
-            tops = [Blob() for _ in range(least)]
+            tops = [Blob(dtype=self.dtype) for _ in range(least)]
         return tops
 
     def _place(self, layer: Layer, param: Any) -> None:
@@ -237,7 +243,7 @@ class Net:
         for name, values in inputs.items():
             if name not in self.inputs:
                 raise InvalidDescriptor("input", name, f"one of {', '.join(self.inputs)}")
-            array = np.asarray(values, np.float32)
+            array = np.asarray(values, self.dtype)
             self.blobs[name].reshape(*array.shape)
             self.blobs[name].data[...] = array
         self.loss = 0.0
@@ -357,7 +363,7 @@ def _read_hdf5(path: str | Path) -> list[tuple[str, list[np.ndarray]]]:
             raise InvalidDescriptor("weights", str(path), "a group `data`, by layer")
         data = file["data"]
         return [
-            (name, [np.asarray(data[name][str(i)], np.float32) for i in range(len(data[name]))])
+            (name, [np.asarray(data[name][str(i)]) for i in range(len(data[name]))])
             for name in data
         ]
 
