@@ -156,14 +156,61 @@ def test_what_is_left_to_jax_says_why():
     x, w = normal(2, 2, 6, 6), normal(2, 2, 3, 3)
     ones = (1, 1)
     with bj.enable():
-        lax.conv_transpose(x, w, (2, 2), "SAME", dimension_numbers=("NCHW", "OIHW", "NCHW"))
+        lax.conv_general_dilated(x, w, (2, 2), [(1, 1), (1, 1)], (2, 2))
         lax.conv_general_dilated(x, normal(2, 2, 3, 3), ones, "VALID", batch_group_count=2)
         lax.conv_general_dilated(x, w, ones, [(-1, 0), (0, 0)])
         lax.conv_general_dilated(x.astype(int), w.astype(int), ones, "VALID")
     reasons = " ".join(row.what for row in bj.report().rows)
-    for words in ("transposed", "batch groups", "negative", "int32"):
+    for words in ("dilated, and strides", "batch groups", "negative", "int32"):
         assert words in reasons, bj.report()
     assert not bj.report().own_calls
+
+
+TRANSPOSED = [  # x, w, dilation of x, padding, dilation of w, groups
+    ((2, 4, 5, 6), (6, 4, 3, 3), (2, 1), ((2, 2), (1, 0)), (1, 1), 1),
+    ((1, 3, 4, 5), (4, 3, 2, 3), (3, 2), ((1, 3), (2, 3)), (1, 1), 1),
+    ((2, 4, 5, 4), (6, 2, 3, 2), (2, 2), ((1, 2), (1, 2)), (2, 1), 2),
+]
+
+
+@pytest.mark.parametrize("case, order", list(itertools.product(TRANSPOSED, ORDERS)), ids=str)
+def test_transposed_convolutions(case, order):
+    shapes, (steps, padding, dilation, groups) = case[:2], case[2:]
+    x, w, how = arguments((*shapes, (1, 1), padding, dilation, groups), order)
+    how["lhs_dilation"] = steps
+
+    def loss(x, w):
+        return jnp.sin(lax.conv_general_dilated(x, w, **how)).sum()
+
+    def run():
+        y = lax.conv_general_dilated(x, w, **how)
+        curve = jax.jit(jax.grad(lambda x: jnp.square(jax.grad(loss, 1)(x, w)).sum()))(x)
+        return [y, *jax.jit(jax.grad(loss, (0, 1)))(x, w), curve]
+
+    native = run()
+    with bj.enable():
+        ours = run()
+    for a, b in zip(ours, native):
+        close(a, b)
+    assert bj.report().own_calls >= 3 and not bj.report().native_calls, bj.report()
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID", [(1, 2), (0, 1)]], ids=str)
+@pytest.mark.parametrize("kernel, stride", [(3, 2), (2, 2), (2, 3), (4, 1)])
+def test_conv_transpose_is_ours(kernel, stride, padding):
+    x, w = normal(2, 5, 6, 3), normal(kernel, kernel, 3, 4, seed=1)
+
+    def run():
+        y = lax.conv_transpose(x, w, (stride, stride), padding)
+        batched = jax.vmap(lambda x, w: lax.conv_transpose(x, w, (stride, stride), padding))
+        return y, batched(jnp.stack([x, x + 1]), jnp.stack([w, 2 * w]))
+
+    native = run()
+    with bj.enable():
+        ours = run()
+    for a, b in zip(ours, native):
+        close(a, b)
+    assert bj.report().own_calls == 2, bj.report()
 
 
 def test_errors_are_jaxs_own():
@@ -264,8 +311,8 @@ def test_gradients_without_a_kernel_are_jaxs(monkeypatch):
     native = jax.grad(loss, (0, 1))(x, w)
     found = handler.target
 
-    def only_forward(problem):
-        return found(problem) if problem.direction == "forward" else "none"
+    def only_forward(problem, alpha=1.0):
+        return found(problem, alpha) if problem.direction == "forward" else "none"
 
     monkeypatch.setattr(handler, "target", only_forward)
     with bj.enable():

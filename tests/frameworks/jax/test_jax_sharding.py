@@ -60,9 +60,32 @@ ROWS = """
         close(cut(x, w), lax.conv_general_dilated(x, w, (1, 1), padding))
     print("same")
 """
+FUNCTIONS = """
+    cases = [  # what, how x is cut, whether the gradient needs a gathering
+        (lambda x: bj.max_pool(x, 2), P("d"), False),
+        (lambda x: bj.avg_pool(x, 3, 2, "SAME"), P(None, "d"), False),
+        (bj.gelu, P(None, None, "d"), False),
+        (lambda x: bj.softmax(x, 1), P(None, None, "d"), False),
+        (bj.log_softmax, P("d"), False),
+        (lambda x: bj.softmax(x, 1), P(None, "d"), True),
+        (lambda x: bj.max_pool(x, 2), P(None, None, "d"), True),
+    ]
+    for function, spec, gathers in cases:
+        step = jax.jit(jax.grad(lambda x: jnp.sin(function(x)).sum()))
+        put = jax.device_put(x, NamedSharding(mesh, spec))
+        close(step(put), step(x))
+        text = step.lower(put).compile().as_text()
+        assert ("all-gather" in text) is gathers, (spec, text)
+        if not gathers:
+            assert tuple(step(put).sharding.spec)[: len(spec)] == tuple(spec), spec
+    cut = jax.shard_map(lambda x: bj.softmax(bj.relu(bj.max_pool(x, 2)), 1), mesh=mesh,
+                        in_specs=P("d"), out_specs=P("d"))
+    close(cut(x), bj.softmax(bj.relu(bj.max_pool(x, 2)), 1))
+    print("same")
+"""
 
 
-@pytest.mark.parametrize("body", [BATCH, ROWS], ids=["batch", "rows"])
+@pytest.mark.parametrize("body", [BATCH, ROWS, FUNCTIONS], ids=["batch", "rows", "functions"])
 def test_four_devices(body):
     flags = "--xla_force_host_platform_device_count=4"
     done = subprocess.run(

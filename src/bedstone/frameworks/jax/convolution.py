@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from bedstone import InvalidDescriptor
 from bedstone.frameworks.jax import handler, primitives
 from bedstone.frameworks.jax.primitives import How
+from bedstone.frameworks.jax.rules import Native, bind
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 AXES = (1, 2, 3)
 
-
-class Native(Exception):
-    """This convolution is left to JAX; the message says why."""
+Ints = tuple[int, ...]
 
 
 def convolution(
@@ -54,7 +54,7 @@ def convolution(
         check(x, w, how)
     except Native as reason:
         raise NotImplementedError(f"bedstone: {reason}") from None
-    return primitives.bind(primitives.forward_p, x, w, how, how.y_shape(x.shape, w.shape))
+    return bind(primitives.forward_p, x, w, how=how, shape=how.y_shape(x.shape, w.shape))
 
 
 def _named(x: Any, w: Any, numbers: Any, strides: Any, steps: Any, name: str) -> Any:
@@ -63,8 +63,9 @@ def _named(x: Any, w: Any, numbers: Any, strides: Any, steps: Any, name: str) ->
     return lax.padtype_to_pads(size, window, strides, name)
 
 
-def check(x: Any, w: Any, how: How) -> str:
-    """The algorithm of a convolution; raises Native where there is no kernel for it."""
+def check(x: Any, w: Any, how: How, transposed: Ints | None = None) -> str:
+    """The algorithm of a convolution, or of a data gradient of shape `transposed` where x is what
+    the convolution gives; raises Native where there is no kernel for it."""
     if jax.default_backend() != "cpu":
         raise Native(f"the backend {jax.default_backend()}")
     if x.dtype != w.dtype or str(x.dtype) not in DTYPES:
@@ -73,46 +74,98 @@ def check(x: Any, w: Any, how: How) -> str:
         raise Native(f"{len(how.stride)} spatial axes")
     if 0 in x.shape or 0 in w.shape:
         raise Native("an empty array")
-    shape = how.y_shape(tuple(x.shape), tuple(w.shape))
-    made = handler.target(primitives.problem("forward", how, x.shape, w.shape, shape, x.dtype))
+    if transposed is None:
+        shape = how.y_shape(tuple(x.shape), tuple(w.shape))
+        asked = primitives.problem("forward", how, x.shape, w.shape, shape, x.dtype)
+    else:
+        asked = primitives.problem("backward_data", how, transposed, w.shape, x.shape, x.dtype)
+    made = handler.target(asked)
     if isinstance(made, str):
         raise Native(made)
     return made.algorithm
 
 
-def take(
-    x: Any, w: Any, window_strides: Any, padding: Any, lhs_dilation: Any, rhs_dilation: Any,
-    dimension_numbers: Any, feature_group_count: int, batch_group_count: int, precision: Any,
-    preferred_element_type: Any, rest: dict[str, Any],
+def take_convolution(
+    lhs: Any, rhs: Any, window_strides: Any, padding: Any, lhs_dilation: Any = None,
+    rhs_dilation: Any = None, dimension_numbers: Any = None, feature_group_count: int = 1,
+    batch_group_count: int = 1, precision: Any = None, preferred_element_type: Any = None,
+    out_sharding: Any = None,
 ) -> tuple[Any, str]:  # fmt: skip
     """(the result, the algorithm) of a call of conv_general_dilated; raises Native where it is not
     ours."""
+    x, w = lhs, rhs
     if not (hasattr(x, "ndim") and hasattr(w, "ndim")) or x.ndim < 3:
         raise Native("operands that are no images")
-    given = [name for name, value in rest.items() if value is not None]
-    if given:
-        raise Native(f"the argument {given[0]}")
+    if out_sharding is not None:
+        raise Native("the argument out_sharding")
     if batch_group_count != 1:
         raise Native("batch groups")
-    if lhs_dilation is not None and any(step != 1 for step in lhs_dilation):
-        raise Native("a dilated image (a transposed convolution)")
     if preferred_element_type is not None and preferred_element_type != x.dtype:
         raise Native("another element type of the result")
     if precision not in (None, lax.Precision.DEFAULT, lax.Precision.HIGHEST):
         raise Native(f"precision {precision}")
     axes = x.ndim - 2
     numbers = lax.conv_dimension_numbers(x.shape, w.shape, dimension_numbers)
-    steps = tuple(rhs_dilation) if rhs_dilation is not None else (1,) * axes
-    if isinstance(padding, str):
-        padding = _named(x, w, numbers, window_strides, steps, padding)
-    pads = tuple((int(low), int(high)) for low, high in padding)
-    if any(p < 0 for pair in pads for p in pair):
-        raise Native("negative padding")
     strides = tuple(int(s) for s in window_strides)
-    how = How(strides, pads, steps, feature_group_count, *map(tuple, numbers))
+    steps = tuple(rhs_dilation) if rhs_dilation is not None else (1,) * axes
+    dilated = lhs_dilation is not None and any(step != 1 for step in lhs_dilation)
+    if isinstance(padding, str):
+        if dilated:
+            raise Native("named padding of a dilated image")
+        padding = _named(x, w, numbers, strides, steps, padding)
+    pads = tuple((int(low), int(high)) for low, high in padding)
     try:
+        if dilated:
+            if any(stride != 1 for stride in strides):
+                raise Native("an image that is dilated, and strides")
+            return _transposed(x, w, tuple(lhs_dilation), pads, steps, numbers, feature_group_count)
+        if any(p < 0 for pair in pads for p in pair):
+            raise Native("negative padding")
+        how = How(strides, pads, steps, feature_group_count, *map(tuple, numbers))
         algorithm = check(x, w, how)
     except InvalidDescriptor as error:
         raise Native(str(error)) from None
     shape = how.y_shape(x.shape, w.shape)
-    return primitives.bind(primitives.forward_p, x, w, how, shape), algorithm
+    return bind(primitives.forward_p, x, w, how=how, shape=shape), algorithm
+
+
+def _transposed(
+    x: Any, w: Any, stride: Ints, pads: Any, dilation: Ints, numbers: Any, groups: int
+) -> tuple[Any, str]:
+    """A convolution of a dilated image (a transposed convolution): the data gradient of a strided
+    one with the filters reversed and their channels exchanged, whose y is `x`."""
+    out, into, *spatial = numbers.rhs_spec
+    if w.shape[into] * groups != x.shape[numbers.lhs_spec[1]] or w.shape[out] % groups:
+        raise Native("channels that do not fit")
+    extents = [(w.shape[i] - 1) * d + 1 for i, d in zip(spatial, dilation)]
+    sizes = [x.shape[i] for i in numbers.lhs_spec[2:]]
+    rows = list(zip(sizes, stride, pads, extents))
+    padding, result = [], []
+    for size, u, (low, high), extent in rows:
+        if low > extent - 1 or high - (extent - 1) >= u:
+            raise Native("padding of a dilated image beyond the reach of the window")
+        # What the last window of the strided convolution leaves over is padding in excess.
+        padding.append((extent - 1 - low, max(extent - 1 - high, 0)))
+        result.append((size - 1) * u + 2 + low + high - extent)
+    shape = [0] * x.ndim
+    for place, dim in zip(numbers.out_spec, (x.shape[numbers.lhs_spec[0]], w.shape[out], *result)):
+        shape[place] = dim
+    if groups > 1:  # strides cannot exchange the channels of groups
+        w = _exchanged(w, out, into, groups)
+        filters = numbers.rhs_spec
+    else:
+        filters = (into, out, *spatial)
+    how = How(
+        stride, tuple(padding), dilation, groups, tuple(numbers.out_spec), tuple(filters),
+        tuple(numbers.lhs_spec), flipped=True,
+    )  # fmt: skip
+    algorithm = check(x, w, how, tuple(shape))
+    return bind(primitives.data_p, x, w, how=how, shape=tuple(shape)), algorithm
+
+
+def _exchanged(w: Any, out: int, into: int, groups: int) -> Any:
+    """Filters (K, C/groups) as (C, K/groups), in the same places."""
+    w = jnp.moveaxis(w, (out, into), (0, 1))
+    k, c, *window = w.shape
+    w = w.reshape(groups, k // groups, c, *window).swapaxes(1, 2)
+    return jnp.moveaxis(w.reshape(groups * c, k // groups, *window), (0, 1), (out, into))

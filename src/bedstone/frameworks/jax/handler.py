@@ -15,10 +15,12 @@ import functools
 import hashlib
 import re
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import llvmlite.binding as llvm
 
 from bedstone import InvalidDescriptor, Plan, Problem, get_num_threads
@@ -35,7 +37,7 @@ _threads = ctypes.c_int64(0)  # read by every handler at every call
 _kept: list[Any] = []  # code that XLA may call until the process ends
 _lock = threading.Lock()
 # Never emptied: XLA keeps what is registered until the process ends.
-_found: dict[Problem, Target | str] = {}
+_found: dict[tuple[Problem, float], Target | str] = {}
 _named: dict[str, Target] = {}
 
 
@@ -62,8 +64,9 @@ def _data(source: int, number: int) -> str:
 
 
 def handler_ir(
-    inputs: int, outputs: int, workspace: bool, entry: int, threads: int, version: tuple[int, int]
-) -> str:
+    inputs: int, outputs: int, workspace: bool, entry: int, alpha: float, threads: int,
+    version: tuple[int, int],
+) -> str:  # fmt: skip
     """The handler's module. Operands are the inputs, then the outputs; the workspace is the last
     result."""
     places = [(FRAME_ARGUMENTS, i) for i in range(inputs)]
@@ -100,7 +103,7 @@ run:{loads}
   %threads_at = inttoptr i64 {threads} to ptr
   %threads = load i64, ptr %threads_at
   %entry = inttoptr i64 {entry} to ptr
-  call void ({kinds}) %entry({", ".join(words)}, double 1.0, double 0.0, i64 %threads)
+  call void ({kinds}) %entry({", ".join(words)}, double {alpha!r}, double 0.0, i64 %threads)
   ret ptr null
 }}
 """
@@ -113,32 +116,47 @@ class Target:
         self.name, self.workspace, self.algorithm = name, workspace, algorithm
 
 
-def target(problem: Problem) -> Target | str:
+def call(
+    problem: Problem, operands: Sequence[Any], shape: Sequence[int], alpha: float = 1.0
+) -> Any:
+    """The custom call of alpha * problem: an array of `shape` (the problem's dims, as JAX orders
+    them), of the operands' dtype; or the reason why there is none, a string."""
+    found = target(problem, alpha)
+    if isinstance(found, str):
+        return found
+    results = [jax.ShapeDtypeStruct(tuple(shape), operands[0].dtype)]
+    if found.workspace:
+        results.append(jax.ShapeDtypeStruct((found.workspace,), jnp.uint8))
+    return jax.ffi.ffi_call(found.name, results)(*operands)[0]
+
+
+def target(problem: Problem, alpha: float = 1.0) -> Target | str:
     """The target that runs a problem on the CPU, registered; or why there is none."""
+    key = (problem, alpha)
     with _lock:  # a name can be registered only once, whichever thread asks first
-        if problem not in _found:
-            _found[problem] = _find(problem)
-        return _found[problem]
+        if key not in _found:
+            _found[key] = _find(problem, alpha)
+        return _found[key]
 
 
-def _find(problem: Problem) -> Target | str:
+def _find(problem: Problem, alpha: float) -> Target | str:
     plan = compiled_plan(problem)
     if isinstance(plan, str):
         return plan
     entry = plan.native_entry
     if entry is None:
         return "no machine code to call"
-    word = hashlib.sha256(f"{plan.algorithm} {problem}".encode()).hexdigest()[:24]
+    word = hashlib.sha256(f"{plan.algorithm} {alpha!r} {problem}".encode()).hexdigest()[:24]
     name = f"bedstone_{word}"
     if name not in _named:  # problems that differ in strides of no effect share a name
-        _named[name] = _register(name, problem, plan, entry)
+        _named[name] = _register(name, problem, alpha, plan, entry)
     return _named[name]
 
 
-def _register(name: str, problem: Problem, plan: Plan, entry: Any) -> Target:
+def _register(name: str, problem: Problem, alpha: float, plan: Plan, entry: Any) -> Target:
     ir = handler_ir(
         len(problem.inputs), len(problem.outputs), plan.workspace_size > 0, entry.address,
-        ctypes.addressof(_threads), interface_version(),
+        alpha, ctypes.addressof(_threads), interface_version(),
     )  # fmt: skip
     module = llvm.parse_assembly(ir)
     module.verify()

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src import dispatch
-from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
 from bedstone import ConvolutionDesc, ConvolutionProblem, TensorDesc
 from bedstone.frameworks.jax import handler
-from bedstone.frameworks.jax.sharding import by_batch
+from bedstone.frameworks.jax.rules import bind, primitive
+from bedstone.frameworks.jax.sharding import Sharing
 
 Shape = tuple[int, ...]
 _conv_general_dilated = lax.conv_general_dilated  # as it is before anybody replaces it
@@ -33,6 +32,7 @@ class How:
 
     x, w, y   places of (N, C, spatial...), (K, C, spatial...) and (N, K, spatial...) in the arrays'
               shapes, as jax.lax.ConvDimensionNumbers has them
+    flipped   whether filters are reversed along every spatial axis
     """
 
     stride: Shape
@@ -42,17 +42,19 @@ class How:
     x: Shape
     w: Shape
     y: Shape
+    flipped: bool = False
 
     @property
     def conv(self) -> ConvolutionDesc:
         axes = len(self.stride)
         return ConvolutionDesc.of(
-            axes, list(self.padding), list(self.stride), list(self.dilation), self.groups
-        )
+            axes, list(self.padding), list(self.stride), list(self.dilation), self.groups,
+            "convolution" if self.flipped else "cross_correlation",
+        )  # fmt: skip
 
     def with_groups(self, groups: int) -> How:
         """The same with another number of groups."""
-        return How(self.stride, self.padding, self.dilation, groups, self.x, self.w, self.y)
+        return replace(self, groups=groups)
 
     def y_shape(self, x: Shape, w: Shape) -> Shape:
         """The shape of the result, in its own order."""
@@ -93,20 +95,17 @@ def _shapes(direction: str, how: How, a: Any, b: Any, shape: Shape) -> tuple[Sha
 
 def _run(direction: str, a: Any, b: Any, *, how: How, shape: Shape) -> Any:
     """The custom call. Plans want (x, w), (w, dy) and (x, dy)."""
-    found = handler.target(problem(direction, how, *_shapes(direction, how, a, b, shape), a.dtype))
-    if isinstance(found, str):  # a gradient, or a batch, of a convolution that was ours
-        return _native(direction, a, b, how, shape)
-    operands = (b, a) if direction == "backward_data" else (a, b)
-    results = [jax.ShapeDtypeStruct(shape, a.dtype)]
-    if found.workspace:
-        results.append(jax.ShapeDtypeStruct((found.workspace,), jnp.uint8))
-    return jax.ffi.ffi_call(found.name, results)(*operands)[0]
+    asked = problem(direction, how, *_shapes(direction, how, a, b, shape), a.dtype)
+    result = handler.call(asked, (b, a) if direction == "backward_data" else (a, b), shape)
+    # (No kernel: for a gradient, or a batch, of a convolution that was ours.)
+    return _native(direction, a, b, how, shape) if isinstance(result, str) else result
 
 
 def _native(direction: str, a: Any, b: Any, how: How, shape: Shape) -> Any:
     """The same by JAX's convolution; a gradient is its transpose."""
 
     def convolve(x: Any, w: Any) -> Any:
+        w = jnp.flip(w, how.w[2:]) if how.flipped else w
         return _conv_general_dilated(
             x, w, how.stride, how.padding, rhs_dilation=how.dilation,
             dimension_numbers=lax.ConvDimensionNumbers(how.x, how.w, how.y),
@@ -121,58 +120,27 @@ def _native(direction: str, a: Any, b: Any, how: How, shape: Shape) -> Any:
     return jax.linear_transpose(lambda w: convolve(a, w), result)(b)[0]
 
 
-def _primitive(direction: str) -> Any:
-    made = core.Primitive(f"bedstone_convolution_{direction}")
-    run = functools.partial(_run, direction)
-    made.def_impl(jax.jit(run, static_argnames=("how", "shape")))
-
-    def abstract(a: Any, b: Any, *, how: How, shape: Shape) -> Any:
-        # (`bind` has made both vary alike over the axes of a shard_map.)
-        return (
-            a.update(shape=shape, weak_type=False)
-            if _varying(a)
-            else (jax.core.ShapedArray(shape, a.dtype))
-        )
-
-    made.def_abstract_eval(abstract)
-    lowered = functools.partial(_run_sharded, direction)
-    mlir.register_lowering(made, mlir.lower_fun(lowered, multiple_results=False), platform="cpu")
-    # Lowering asks which devices there are, as custom_partitioning does; JAX has no public word.
-    dispatch.prim_requires_devices_during_lowering.add(made)
-    return made
-
-
-def _run_sharded(direction: str, a: Any, b: Any, *, how: How, shape: Shape) -> Any:
-    """The custom call, on shares of the batch where that is sharded."""
+def _sharing(direction: str, *ranks: int, how: How, shape: Shape) -> Sharing:
+    """The batch may be cut; a gradient by filter is a sum over it."""
     batch = {
         "forward": (how.x[0], None, how.y[0]),
         "backward_data": (how.y[0], None, how.x[0]),
         "backward_filter": (how.x[0], how.y[0], None),
     }[direction]
-
-    def share(a: Any, b: Any) -> Any:
-        mine, at = list(shape), batch[2]
-        if at is not None:
-            mine[at] = a.shape[batch[0]]
-        return _run(direction, a, b, how=how, shape=tuple(mine))
-
-    return by_batch(share, (a.ndim, b.ndim, len(shape)), batch)(a, b)
+    labels = [
+        tuple("n" if i == at else f"{part}{i}" for i in range(len(shape)))
+        for part, at in zip("abc", batch)
+    ]
+    return Sharing((labels[0], labels[1]), labels[2], frozenset("n"))
 
 
-def _varying(aval: Any) -> frozenset[Any]:
-    """The axes of shard_map over which a value differs from device to device."""
-    kind = getattr(aval, "mat", None)
-    return frozenset(getattr(aval, "vma", ()) if kind is None else kind.varying)
-
-
-def bind(made: Any, a: Any, b: Any, how: How, shape: Shape) -> Any:
-    """`made` on both operands, of which one may be the same on all devices of a shard_map."""
-    axes = _varying(jax.typeof(a)), _varying(jax.typeof(b))
-    if axes[1] - axes[0]:
-        a = lax.pcast(a, tuple(axes[1] - axes[0]), to="varying")
-    if axes[0] - axes[1]:
-        b = lax.pcast(b, tuple(axes[0] - axes[1]), to="varying")
-    return made.bind(a, b, how=how, shape=shape)
+def _primitive(direction: str) -> Any:
+    return primitive(
+        f"convolution_{direction}",
+        functools.partial(_run, direction),
+        lambda *shapes, how, shape: shape,
+        functools.partial(_sharing, direction),
+    )
 
 
 forward_p = _primitive("forward")
@@ -188,18 +156,18 @@ def _shape_of(primal: Any) -> Shape:
 
 ad.defbilinear(
     forward_p,
-    lambda ct, x, w, how, shape: bind(data_p, ct, w, how, _shape_of(x)),
-    lambda ct, x, w, how, shape: bind(filter_p, x, ct, how, _shape_of(w)),
+    lambda ct, x, w, how, shape: bind(data_p, ct, w, how=how, shape=_shape_of(x)),
+    lambda ct, x, w, how, shape: bind(filter_p, x, ct, how=how, shape=_shape_of(w)),
 )
 ad.defbilinear(
     data_p,
-    lambda ct, dy, w, how, shape: bind(forward_p, ct, w, how, _shape_of(dy)),
-    lambda ct, dy, w, how, shape: bind(filter_p, ct, dy, how, _shape_of(w)),
+    lambda ct, dy, w, how, shape: bind(forward_p, ct, w, how=how, shape=_shape_of(dy)),
+    lambda ct, dy, w, how, shape: bind(filter_p, ct, dy, how=how, shape=_shape_of(w)),
 )
 ad.defbilinear(
     filter_p,
-    lambda ct, x, dy, how, shape: bind(data_p, dy, ct, how, _shape_of(x)),
-    lambda ct, x, dy, how, shape: bind(forward_p, x, ct, how, _shape_of(dy)),
+    lambda ct, x, dy, how, shape: bind(data_p, dy, ct, how=how, shape=_shape_of(x)),
+    lambda ct, x, dy, how, shape: bind(forward_p, x, ct, how=how, shape=_shape_of(dy)),
 )
 
 
@@ -238,11 +206,11 @@ def _batch_images(made: Any, first: str, result: str) -> Any:
         size = a.shape[a_at] if a_at is not None else w.shape[w_at]
         places, out = getattr(how, first), getattr(how, result)
         if w_at is None:
-            y = made.bind(_fold(a, a_at, places[0]), w, how=how, shape=_grown(shape, out[0], size))
+            y = bind(made, _fold(a, a_at, places[0]), w, how=how, shape=_grown(shape, out[0], size))
             return _unfold(y, out[0], size), 0
         a, w = _fold(*_spread(a, a_at, size), places[1]), _fold(w, w_at, how.w[0])
         grouped = how.with_groups(how.groups * size)
-        y = made.bind(a, w, how=grouped, shape=_grown(shape, out[1], size))
+        y = bind(made, a, w, how=grouped, shape=_grown(shape, out[1], size))
         return _unfold(y, out[1], size), 0
 
     return rule
@@ -255,7 +223,7 @@ def _batch_filter(arguments: Any, dims: Any, *, how: How, shape: Shape) -> tuple
     x = _fold(*_spread(x, x_at, size), how.x[1])
     dy = _fold(*_spread(dy, dy_at, size), how.y[1])
     grouped = how.with_groups(how.groups * size)
-    dw = filter_p.bind(x, dy, how=grouped, shape=_grown(shape, how.w[0], size))
+    dw = bind(filter_p, x, dy, how=grouped, shape=_grown(shape, how.w[0], size))
     return _unfold(dw, how.w[0], size), 0
 
 

@@ -1,14 +1,17 @@
-"""Convolutions of sharded arrays: batches under plain jit, rows of images under shard_map.
+"""Sharded arrays: axes that every device may have a share of under plain jit, and rows of images
+under shard_map.
 
-`by_batch` tells XLA's partitioner that N may be sharded: each device then works on its own images,
-and a gradient by filter is summed over the devices. Everything else is gathered first.
+`Sharing` tells XLA's partitioner which axes may be cut (the batch of a convolution, all axes of an
+activation): each device then works on its own share. Along every other axis, shares are gathered
+first.
 `spatial_convolution` is for use inside `jax.shard_map`, with images cut by rows: neighbours send
 each other the rows at the cuts (a halo), and the zeros that no neighbour sends are the padding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,55 +22,79 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from bedstone import InvalidDescriptor
 
-Run = Callable[[Any, Any], Any]
+Labels = tuple[str, ...]
 
 
-def by_batch(run: Run, ranks: tuple[int, int, int], batch: tuple[int | None, ...]) -> Run:
-    """`run(a, b) -> c`, which works on any share of a batch, told to XLA.
+@dataclass(frozen=True)
+class Sharing:
+    """Which axes of a call may be cut over devices, each of which then works on its own share.
 
-    ranks  of a, b and c
-    batch  which axis of a, b and c is the batch, None where there is none: a sum over the batch
-           then becomes one over the devices
+    operands, result  a label for every axis; axes of one label are cut alike
+    free              the labels of the axes that may be cut; a sum over such an axis (one that the
+                      result lacks) becomes a sum over the devices too
     """
-    summed = batch[2] is None
 
-    def spec(rank: int, at: int | None, names: Any) -> PartitionSpec:
-        return PartitionSpec(*(names if i == at else None for i in range(rank)))
+    operands: tuple[Labels, ...]
+    result: Labels
+    free: frozenset[str]
 
-    def names_of(arguments: Any) -> Any:
-        for argument, at in zip(arguments, batch):
-            given = getattr(argument.sharding, "spec", ())
-            if at is not None and at < len(given) and given[at] is not None:
-                return given[at]
-        return None
+    def shape(self, whole: tuple[int, ...], parts: Sequence[Any]) -> tuple[int, ...]:
+        """The shape of a share of a result of shape `whole`, made from these parts."""
+        sizes = {
+            label: size
+            for labels, part in zip(self.operands, parts)
+            for label, size in zip(labels, part.shape)
+            if label in self.free
+        }
+        return tuple(sizes.get(label, size) for label, size in zip(self.result, whole))
 
-    def partition(mesh: Any, arguments: Any, result: Any) -> Any:
-        names = names_of(arguments)
+    def _names(self, arguments: Any) -> dict[str, Any]:
+        """label -> the axes of the mesh over which it is cut."""
+        found: dict[str, Any] = {}
+        for labels, argument in zip(self.operands, arguments):
+            for label, names in zip(labels, getattr(argument.sharding, "spec", ())):
+                taken = {n for given in found.values() for n in _flat(given)}
+                if names is not None and label in self.free and not taken & set(_flat(names)):
+                    found.setdefault(label, names)
+        return found
 
-        def share(a: Any, b: Any) -> Any:
-            c = run(a, b)
-            return lax.psum(c, names) if summed and names is not None else c
+    def tell(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run(*operands)`, which works on any share, told to XLA's partitioner."""
 
-        places = [NamedSharding(mesh, spec(r, at, names)) for r, at in zip(ranks, batch)]
-        return mesh, share, places[2], tuple(places[:2])
+        def place(mesh: Any, labels: Labels, found: dict[str, Any]) -> NamedSharding:
+            return NamedSharding(mesh, PartitionSpec(*(found.get(label) for label in labels)))
 
-    def infer(mesh: Any, arguments: Any, result: Any) -> Any:
-        return NamedSharding(mesh, spec(ranks[2], batch[2], names_of(arguments)))
+        def partition(mesh: Any, arguments: Any, result: Any) -> Any:
+            found = self._names(arguments)
+            summed = tuple(
+                name for label, names in found.items() if label not in self.result
+                for name in _flat(names)
+            )  # fmt: skip
 
-    labels, alone = [], []
-    for part, (rank, at) in zip("abc", zip(ranks, batch)):
-        own = [f"{part}{i}" if i != at else "n" for i in range(rank)]
-        alone += [label for label in own if label != "n"]
-        labels.append(" ".join(own))
-    made = custom_partitioning(run)
-    made.def_partition(
-        partition,
-        infer_sharding_from_operands=infer,
-        sharding_rule=f"{labels[0]}, {labels[1]} -> {labels[2]}",
-        need_replication_factors=tuple(alone),
-        reduction_factors=("n",) if summed else (),
-    )
-    return made
+            def share(*parts: Any) -> Any:
+                return lax.psum(run(*parts), summed) if summed else run(*parts)
+
+            places = tuple(place(mesh, labels, found) for labels in self.operands)
+            return mesh, share, place(mesh, self.result, found), places
+
+        def infer(mesh: Any, arguments: Any, result: Any) -> Any:
+            return place(mesh, self.result, self._names(arguments))
+
+        every = dict.fromkeys(label for labels in (*self.operands, self.result) for label in labels)
+        rule = ", ".join(" ".join(labels) for labels in self.operands)
+        made = custom_partitioning(run)
+        made.def_partition(
+            partition,
+            infer_sharding_from_operands=infer,
+            sharding_rule=f"{rule} -> {' '.join(self.result)}",
+            need_replication_factors=tuple(x for x in every if x not in self.free),
+            reduction_factors=tuple(x for x in every if x in self.free and x not in self.result),
+        )
+        return made
+
+
+def _flat(names: Any) -> tuple[Any, ...]:
+    return names if isinstance(names, tuple) else (names,)
 
 
 def spatial_convolution(
