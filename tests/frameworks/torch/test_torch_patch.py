@@ -17,6 +17,8 @@ if not hasattr(torch.library, "get_kernel"):
 
 import bedstone  # noqa: E402
 from bedstone import BedstoneError, InvalidDescriptor  # noqa: E402
+from bedstone.frameworks.torch import calls  # noqa: E402
+from bedstone.frameworks.torch.recent import Recent  # noqa: E402
 
 F = torch.nn.functional
 # Own kernels wherever they can be, from the first call on.
@@ -213,6 +215,7 @@ def test_blocks_nest_and_patches_count():
         ({"except_": ["x"]}, "except_: got 'x'"),
         ({"only": "convolution"}, "a list of names"),
         ({"least": -1}, "least: got -1"),
+        ({"compile_after": 0}, "compile_after: got 0"),
         ({"layers": [3]}, "layers: got 'int'"),
     ],
 )
@@ -277,6 +280,74 @@ def test_find_keeps_the_quicker_side():
     rows = bt.report().rows
     assert sum(row.calls for row in rows) == 3
     assert all(row.own or "measured" in row.what for row in rows), bt.report()
+
+
+def test_a_kind_is_compiled_at_the_call_asked_for():
+    conv, x = torch.nn.Conv2d(3, 4, 3), images()
+    native = conv(x)
+    with bt.enable(find=False, compile_after=3):
+        for _ in range(2):
+            close(conv(x), native)
+        assert bt.report().own_calls == 0 and "more often" in bt.report().rows[0].what
+    with bt.enable(find=False, compile_after=3):  # goes on where the last patch ended
+        close(conv(x), native)
+        assert bt.report().own_calls == 1
+        conv(images(2)[..., 0])  # other strides: another kind
+        assert bt.report().own_calls == 1
+    with bt.enable(find=False, compile_after=2):  # other options: decided anew
+        conv(x)
+    assert bt.report().own_calls == 1
+
+
+def test_larger_problems_are_compiled_sooner():
+    def calls_until_compiled(x):
+        bt.reset()
+        conv, count = torch.nn.Conv2d(16, 16, 3), 0
+        with bt.enable(find=False), torch.no_grad():
+            while not bt.report().own_calls:
+                conv(x)
+                count += 1
+        return count
+
+    large = calls_until_compiled(torch.randn(8, 16, 300, 300))
+    small = calls_until_compiled(torch.randn(1, 16, 9, 9))
+    assert calls.FEWEST_CALLS <= large < small == calls.MOST_CALLS
+
+
+def test_find_measures_operators_in_place_on_copies():
+    x = torch.linspace(-2, 2, 1 << 16)
+    norm = torch.nn.BatchNorm2d(4)
+    with bt.enable(find=True, compile_after=1):
+        y = x.clone().sigmoid_()
+        norm(torch.ones(8, 4, 40, 40))
+    close(y, x.sigmoid())
+    assert int(norm.num_batches_tracked) == 1
+    close(norm.running_mean, torch.full((4,), 0.1))
+
+
+def test_unpatch_restores_the_processs_threads_whatever_block_it_is_in():
+    before = bedstone.get_num_threads()
+    with bedstone.config(num_threads=before + 3), bt.enable(**ALWAYS):
+        pass
+    assert bedstone.get_num_threads() == before
+
+
+def test_what_is_known_of_kinds_is_bounded():
+    kept = Recent(3)
+    for i in range(100):
+        kept.put(i, str(i))
+        assert kept.get(0) == "0"  # used all along
+        assert len(kept) <= 6
+    assert kept.get(99) == "99" and kept.get(50) is None
+    kept.clear()
+    assert kept.get(0) is None
+
+
+def test_an_old_pytorch_is_refused(monkeypatch):
+    monkeypatch.delattr(torch.library, "get_kernel")
+    with pytest.raises(BedstoneError, match="2.9"):
+        bt.patch()
+    assert not bt.enabled()
 
 
 def test_explain_lists_the_layers():
