@@ -169,7 +169,8 @@ def any_convolution(draw):
     epilogue = Epilogue()
     if direction == "forward":
         activation = draw(st.sampled_from((None, ActivationDesc("relu"), ActivationDesc("elu", 2))))
-        epilogue = Epilogue(draw(st.booleans()), activation)
+        shift = draw(st.sampled_from((0.0, -0.25, 1 / 3)))
+        epilogue = Epilogue(draw(st.booleans()), activation, shift)
     return dataclasses.replace(problem, deterministic=draw(st.booleans()), epilogue=epilogue)
 
 

@@ -200,13 +200,13 @@ def test_one_by_one_is_a_matrix_product(seed):
     assert close(y, np.einsum("kc,nchw->nkhw", w[:, :, 0, 0], x))
 
 
-def test_epilogue_adds_bias_after_blending_then_activates():
+def test_epilogue_adds_bias_after_blending_then_activates_then_shifts():
     x, w, bias, y = normal(5, (2, 3, 4, 4), (2, 3, 3, 3), (2,), (2, 2, 2, 2))
-    epilogue = Epilogue(True, ActivationDesc("relu"))
+    epilogue = Epilogue(True, ActivationDesc("relu"), 0.75)
     problem = convolution_problem("forward", x.shape, w.shape, epilogue=epilogue)
     assert [o.name for o in problem.operands] == ["x", "w", "bias", "y"]
     plain = forward(convolution_problem("forward", x.shape, w.shape), x, w)
-    expected = np.maximum(2 * plain - 3 * y + bias[:, None, None], 0)
+    expected = np.maximum(2 * plain - 3 * y + bias[:, None, None], 0) + 0.75
     got = problem.reference({"x": x, "w": w, "bias": bias, "y": y}, 2.0, -3.0)["y"]
     assert close(got, expected)
 

@@ -107,6 +107,7 @@ BAD = {
         ("dw", "(0, 9, 3, 1)", lambda: conv(
             "backward_filter", w=TensorDesc(W.dims, (0, 9, 3, 1), "float64"))),
         ("epilogue", "bias=True", lambda: conv("backward_data", epilogue=Epilogue(True))),
+        ("shift", "nan", lambda: Epilogue(shift=float("nan"))),
         ("dy", "(3,)", lambda: BiasGradientProblem(packed((3,)), packed((3,)))),
         ("dbias", "(5,)", lambda: BiasGradientProblem(Y, packed((5,)))),
         ("dbias", "float32", lambda: BiasGradientProblem(Y, packed((6,), "float32"))),

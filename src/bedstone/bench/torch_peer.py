@@ -103,7 +103,7 @@ def _convolution(torch: Any, problem: Any, t: Mapping[str, Any]) -> Call:
     pads = _symmetric(conv.padding)
     stride, dilation = list(conv.stride), list(conv.dilation)
     if problem.direction == "forward":
-        if problem.epilogue.activation is not None:
+        if problem.epilogue.activation is not None or problem.epilogue.shift:
             raise Declined("torch fuses no activation")
         function = getattr(torch.nn.functional, f"conv{conv.axes}d")
         return lambda: function(t["x"], t["w"], t.get("bias"), stride, pads, dilation, conv.groups)

@@ -10,6 +10,7 @@ dilation and padding given per side. One index map serves all directions.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -173,13 +174,19 @@ class ConvolutionDesc:
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What is done to alpha * conv + beta * y before it is stored: add bias[k], then activate."""
+    """What is done to alpha * conv + beta * y before it is stored: add bias[k], activate, then add
+    `shift`, one number for all elements."""
 
     bias: bool = False
     activation: activation.ActivationDesc | None = None
+    shift: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.shift):
+            raise InvalidDescriptor("shift", self.shift, "a finite number")
 
     def __bool__(self) -> bool:
-        return self.bias or self.activation is not None
+        return self.bias or self.activation is not None or self.shift != 0.0
 
 
 @dataclass(frozen=True)
@@ -187,7 +194,8 @@ class ConvolutionProblem(Problem):
     """One convolution call. x, w and y describe the image-, filter- and output-shaped tensors in
     every direction: in backward_data x is dx's descriptor and y is dy's.
 
-    forward          y  = act(alpha * conv(x, w) + beta * y + bias)   operands x, w, [bias,] y
+    forward          y  = act(alpha * conv(x, w) + beta * y + bias) + shift
+                                                                   operands x, w, [bias,] y
     backward_data    dx = alpha * conv^T(w, dy) + beta * dx           operands w, dy, dx
     backward_filter  dw = alpha * sum_{n,p,q} dy * x + beta * dw      operands x, dy, dw
     (backward_bias is `BiasGradientProblem`, which needs no x and no w.)
@@ -262,7 +270,7 @@ class ConvolutionProblem(Problem):
         return getattr(self, f"_{self.direction}")(arrays)  # type: ignore[no-any-return]
 
     def reference(self, arrays: Arrays, alpha: float = 1.0, beta: float = 0.0) -> dict[str, Array]:
-        """As Problem.reference; forward then adds the bias and applies the activation."""
+        """As Problem.reference; forward then applies the epilogue."""
         out = super().reference(arrays, alpha, beta)
         if self.epilogue.bias:
             bias = as_float64(arrays["bias"]).reshape(1, -1, *(1,) * self.conv.axes)
@@ -270,6 +278,8 @@ class ConvolutionProblem(Problem):
                 out["y"] = out["y"] + bias
         if self.epilogue.activation is not None:
             out["y"] = self.epilogue.activation.apply(out["y"])
+        if self.epilogue.shift:
+            out["y"] = out["y"] + self.epilogue.shift
         return out
 
     def taps(self) -> Iterator[tuple[tuple[int, ...], Any]]:
@@ -348,6 +358,8 @@ class ConvolutionProblem(Problem):
             line += " bias"
         if self.epilogue.activation is not None:
             line += f" activation={self.epilogue.activation}"
+        if self.epilogue.shift:
+            line += f" shift={self.epilogue.shift!r}"
         return line
 
     @classmethod
@@ -356,6 +368,11 @@ class ConvolutionProblem(Problem):
         default = fields.layout(len(x))
         dtype = fields.dtype()
         act = fields.options.get("activation")
+        epilogue = Epilogue(
+            "bias" in fields.flags,
+            activation.parse_desc(act) if act else None,
+            fields.number("shift", 0.0),
+        )
         return cls(
             direction,
             fields.desc("x", x, dtype, default),
@@ -364,7 +381,7 @@ class ConvolutionProblem(Problem):
             conv,
             fields.get("math", "ieee"),
             "nondeterministic" not in fields.flags,
-            Epilogue("bias" in fields.flags, activation.parse_desc(act) if act else None),
+            epilogue,
         )
 
 

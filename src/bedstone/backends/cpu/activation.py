@@ -19,6 +19,7 @@ from bedstone.backends.cpu.kernel import ENTRY
 from bedstone.backends.cpu.target import Target
 from bedstone.backends.cpu.values import Float, FloatLike
 from bedstone.spec.activation import GELU_CUBIC, GELU_SCALE, ActivationDesc, ActivationProblem
+from bedstone.spec.convolution import Epilogue
 
 LOWEST = {False: -3.4028234663852886e38, True: -1.7976931348623157e308}  # finite; is float64?
 # Beyond these |x| the derivatives are 0 and 1 to the last bit: limiting x keeps inf * 0 away.
@@ -139,6 +140,13 @@ COMPARISONS_ONLY = {"relu", "leaky_relu", "clipped_relu", "clip", "hard_sigmoid"
 def emit_activation(k: KernelBuilder, desc: ActivationDesc, x: Float) -> Float:
     """f(x) on a vector (or scalar) of float32 or float64."""
     return FORWARD[desc.kind](x, desc.alpha, desc.beta)
+
+
+def emit_epilogue(k: KernelBuilder, epilogue: Epilogue, x: Float) -> Float:
+    """What a convolution's epilogue does after the bias: activation, shift."""
+    if epilogue.activation is not None:
+        x = emit_activation(k, epilogue.activation, x)
+    return x + epilogue.shift if epilogue.shift else x
 
 
 def emit_derivative(k: KernelBuilder, desc: ActivationDesc, saved: Float) -> Float:

@@ -90,9 +90,9 @@ STRIDED_KINDS = (
 
 EPILOGUES = (
     "n1c3h8k5r3p1 float32 bias",
-    "n2c16h6k20r1 float32 bias activation=relu",
-    "n1c8h9k16r3p1 float32 activation=leaky_relu:0.1:0.0 x=NHWC w=NHWC y=NHWC",
-    "n1c4h6k4r3p1g4 float32 bias activation=clipped_relu",
+    "n2c16h6k20r1 float32 bias activation=relu shift=0.5",
+    "n1c8h9k16r3p1 float32 activation=leaky_relu:0.1:0.0 shift=-2.25 x=NHWC w=NHWC y=NHWC",
+    "n1c4h6k4r3p1g4 float32 bias activation=clipped_relu shift=0.1",
 )
 MATH = ("tf32", "bf16", "bf16x3", "bf16x6", "fast")
 HALF_SHAPES = (
@@ -226,12 +226,15 @@ def _epilogue(random: np.random.Generator) -> Epilogue:
     act = None
     if random.random() < 0.15:
         act = ActivationDesc(str(random.choice(tuple(ACTIVATIONS))))
-    return Epilogue(bool(random.random() < 0.3), act)
+    shift = float(random.choice((-1.5, 0.25))) if random.random() < 0.1 else 0.0
+    return Epilogue(bool(random.random() < 0.3), act, shift)
 
 
 def exact(problem: Problem) -> bool:
     """Sums of products, with a bias perhaps."""
-    return not isinstance(problem, ConvolutionProblem) or problem.epilogue.activation is None
+    if not isinstance(problem, ConvolutionProblem):
+        return True
+    return problem.epilogue.activation is None and not problem.epilogue.shift
 
 
 def bounds(problem: Problem, wide: Wide, alpha: float, beta: float) -> Bounds:
@@ -249,3 +252,4 @@ def bounds(problem: Problem, wide: Wide, alpha: float, beta: float) -> Bounds:
         error = FUNCTION_ULPS * 2 * unit * (size + absolute_scale(act))
         found["y"] = slope_limit(act) * found["y"] + error
     return found
+    found["y"] = found["y"] + 2 * unit * abs(problem.epilogue.shift)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from bedstone.backends.cpu.activation import emit_activation
+from bedstone.backends.cpu.activation import emit_epilogue
 from bedstone.backends.cpu.builder import KernelBuilder
 from bedstone.backends.cpu.convolution.geometry import Axis, axis_line
 from bedstone.backends.cpu.irtypes import itemsize
@@ -135,9 +135,7 @@ class Emitter:
         with k.if_(self.call.beta.ne(0.0)):
             result.set(k.fma(old(), k.cast(self.call.beta, total), result.value))
         value = result.value if shift is None else result.value + shift
-        if self.epilogue.activation is not None:
-            value = emit_activation(k, self.epilogue.activation, value)
-        return value
+        return emit_epilogue(k, self.epilogue, value)
 
     def row_inside(self, p: Any, taps: Any) -> Any:
         """True if output row p needs no image row outside the image."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bedstone.backends.cpu.activation import emit_activation
+from bedstone.backends.cpu.activation import emit_epilogue
 from bedstone.backends.cpu.builder import F64, I64, KernelBuilder, itemsize
 from bedstone.backends.cpu.convolution.geometry import Geometry, geometry
 from bedstone.backends.cpu.convolution.patches import (
@@ -483,12 +483,10 @@ class ImageProduct:
         store_strided(k, value, at, stride, self.dtype, mask)
 
     def _epilogue(self, value: Float, old: Any, bias: Float | None) -> Float:
-        """act(alpha * value + beta * old() + bias); `old` is not called for beta == 0."""
+        """act(alpha * value + beta * old() + bias) + shift; `old` is not called for beta == 0."""
         k, (alpha, beta) = self.k, self.scale
         result = k.variable(value * k.cast(alpha, value))
         with k.if_(beta.ne(0.0)):
             result.set(k.fma(old(), k.cast(beta, value), result.value))
         value = result.value if bias is None else result.value + bias
-        if self.problem.epilogue.activation is not None:
-            value = emit_activation(k, self.problem.epilogue.activation, value)
-        return value
+        return emit_epilogue(k, self.problem.epilogue, value)

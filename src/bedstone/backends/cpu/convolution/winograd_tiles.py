@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from bedstone.backends.cpu.activation import emit_activation
+from bedstone.backends.cpu.activation import emit_epilogue
 from bedstone.backends.cpu.builder import KernelBuilder
 from bedstone.backends.cpu.irtypes import F64, I64, itemsize
 from bedstone.spec.convolution import Epilogue
@@ -327,9 +327,7 @@ class TileWriter:
         value = result.value
         if shift is not None:
             value = value + shift
-        if self.epilogue.activation is not None:
-            value = emit_activation(k, self.epilogue.activation, value)
-        return value
+        return emit_epilogue(k, self.epilogue, value)
 
     def _store_row(self, row: list[Any], address: Any, j0: Any, live: int, even: bool) -> None:
         """m vectors of channels as m pixels of each channel's row."""
@@ -381,8 +379,7 @@ class TileWriter:
                             old = k.gather(place, lanes, g.dtype, mask)
                             result.set(k.fma(old, k.cast(beta, value), result.value))
                         value = result.value if shift is None else result.value + shift
-                        if self.epilogue.activation is not None:
-                            value = emit_activation(k, self.epilogue.activation, value)
+                        value = emit_epilogue(k, self.epilogue, value)
                         k.scatter(value, place, lanes, g.dtype, mask)
 
     def _sum_definition(

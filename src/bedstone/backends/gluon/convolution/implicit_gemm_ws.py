@@ -186,6 +186,8 @@ def image_declines(problem: ConvolutionProblem) -> str | None:
         reason = "backward_data with both stride and dilation on an axis"
     return reason
 
+    if problem.epilogue.shift:
+        return "adds nothing after the activation"
 
 class ImplicitGemmWs(Algorithm):
     """Warp-specialised implicit GEMM, forward and backward_data."""

@@ -79,6 +79,8 @@ class Depthwise(Algorithm):
 
     def workspace(self, problem: Problem, device: Device) -> int:
         if problem.direction != "backward_filter":
+        if problem.epilogue.shift:
+            return "adds nothing after the activation"
             return 0
         geo = geometry_of(problem)  # type: ignore[arg-type]
         _, split = filter_strip(problem, geo, device)  # type: ignore[arg-type]

@@ -122,6 +122,8 @@ class ImplicitGemm(Algorithm):
     def supports(self, problem: Problem, device: Device) -> str | None:
         if not isinstance(problem, ConvolutionProblem):
             return "it computes convolutions and their gradients by data and filter"
+        if problem.epilogue.shift:
+            return "adds nothing after the activation"
         kind, _ = product_kind(problem, device.architecture)
         if not tiles.rows(device.architecture, kind, False):
             return f"Triton has no {problem.x.dtype} matrix products for {device.architecture}"
