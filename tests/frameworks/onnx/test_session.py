@@ -119,6 +119,68 @@ def test_swish_patterns_are_one_node(spelling: str, after_conv: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["Conv", "ConvTranspose", "MatMul"])
+def test_a_block_of_scales_and_offsets_is_one_node(kind: str) -> None:
+    """scale, offset, hard-swish, scale (negative), offset after a linear node."""
+    numbers = {"s": 1.5, "t": -0.25, "u": -0.75, "v": 0.5}
+    weights = (5, 5) if kind == "MatMul" else (5, 5, 3, 3)
+    nodes = [
+        helper.make_node(kind, ["x", "w"], ["c"]),
+        helper.make_node("Mul", ["s", "c"], ["d"]),
+        helper.make_node("Sub", ["d", "t"], ["e"]),
+        helper.make_node("HardSwish", ["e"], ["f"]),
+        helper.make_node("Mul", ["u", "f"], ["g"]),
+        helper.make_node("Add", ["g", "v"], ["y"]),
+    ]
+    constants = [constant("w", RANDOM.standard_normal(weights).astype("f"))]
+    constants += [constant(n, np.array([value], "f")) for n, value in numbers.items()]
+    made = model(nodes, constants, [2, 5, 6, 5])
+    session = InferenceSession(made)
+    left = [step.node.op for step in session._steps]
+    # A transposed convolution takes no activation: only what comes before goes into it.
+    assert left == ([kind, "HardSwish", "Mul", "Add"] if kind == "ConvTranspose" else [kind])
+    x = RANDOM.standard_normal((2, 5, 6, 5)).astype("f")
+    got = session.run(None, {"x": x})[0]
+    np.testing.assert_allclose(got, expected(made, x)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Sigmoid", "Relu"])
+def test_a_factor_that_an_activation_does_not_let_through_stays(kind: str) -> None:
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["c"]),
+        helper.make_node(kind, ["c"], ["a"]),
+        helper.make_node("Mul", ["a", "s"], ["y"]),
+    ]
+    constants = [
+        constant("w", RANDOM.standard_normal((4, 3, 3, 3)).astype("f")),
+        constant("s", np.array([-2.0], "f")),
+    ]
+    made = model(nodes, constants, [1, 3, 7, 7])
+    session = InferenceSession(made)
+    assert [step.node.op for step in session._steps] == ["Conv", "Mul"]
+    x = RANDOM.standard_normal((1, 3, 7, 7)).astype("f")
+    got = session.run(None, {"x": x})[0]
+    np.testing.assert_allclose(got, expected(made, x)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_gate_takes_the_sum_after_it() -> None:
+    """x + x * gate is one multiplication by gate + 1."""
+    nodes = [
+        helper.make_node("GlobalAveragePool", ["x"], ["p"]),
+        helper.make_node("Conv", ["p", "w"], ["q"]),
+        helper.make_node("HardSigmoid", ["q"], ["gate"]),
+        helper.make_node("Mul", ["x", "gate"], ["m"]),
+        helper.make_node("Add", ["x", "m"], ["y"]),
+    ]
+    made = model(nodes, [constant("w", RANDOM.standard_normal((6, 6, 1, 1)).astype("f"))],
+                 [2, 6, 5, 5])  # fmt: skip
+    session = InferenceSession(made)
+    assert [step.node.op for step in session._steps] == ["GlobalAveragePool", "Conv", "Mul"]
+    x = RANDOM.standard_normal((2, 6, 5, 5)).astype("f")
+    got = session.run(None, {"x": x})[0]
+    np.testing.assert_allclose(got, expected(made, x)[0], rtol=1e-5, atol=1e-5)
+
+
 def test_a_value_that_others_read_is_not_fused_away() -> None:
     nodes = [
         helper.make_node("Conv", ["x", "w"], ["c"]),

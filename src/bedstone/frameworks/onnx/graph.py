@@ -1,9 +1,8 @@
-"""The graph between file and session: constants folded, normalisation and activations fused.
+"""The graph between file and session: nodes in order, constants by name, inputs and outputs.
 
-A `Graph` is a list of nodes in order, constants by name, and the names of inputs and outputs. Each
-pass takes a graph and leaves one that computes the same: batch normalisation goes into the weights
-of the convolution before it, a bias or activation after a convolution into its epilogue, and the
-arithmetic that spells hard-swish and swish becomes one node.
+Each pass takes a graph and leaves one that computes the same. Here: constants folded, the
+arithmetic that spells hard-swish and swish made one node, dead nodes dropped; in `fusion.py`: what
+follows a convolution made part of it.
 """
 
 from __future__ import annotations
@@ -32,7 +31,18 @@ class Node:
     attributes: dict[str, Any]
     proto: onnx.NodeProto
     domain: str = ""
-    epilogue: str = ""  # activation fused into a convolution, as bedstone spells it
+    epilogue: str = ""  # activation fused into the node, as bedstone spells it
+    shift: float = 0.0  # added after it
+
+    @property
+    def fused(self) -> bool:
+        """True if no ONNX operator computes all that the node has become."""
+        return (
+            self.op == "Activation"
+            or bool(self.epilogue)
+            or self.shift != 0.0
+            or (self.op == "MatMul" and len(self.inputs) > 2)
+        )
 
     @property
     def captured(self) -> list[str]:
@@ -115,16 +125,6 @@ def _captured(node: onnx.NodeProto) -> Iterable[str]:
 Evaluate = Callable[[Node, list[Any]], list[Array]]
 
 
-def optimize(graph: Graph, evaluate: Evaluate) -> Graph:
-    """Every pass, in order. `evaluate` computes a node on constants."""
-    fold_constants(graph, evaluate)
-    fold_normalization(graph)
-    fuse_swish(graph)
-    fuse_epilogues(graph)
-    remove_dead(graph)
-    return graph
-
-
 # Operators whose result does not follow from their inputs alone.
 RANDOM = {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial",
           "Bernoulli", "Dropout"}  # fmt: skip
@@ -144,38 +144,6 @@ def fold_constants(graph: Graph, evaluate: Evaluate) -> None:
             if name:
                 graph.constants[name] = np.asarray(value)
     graph.nodes = kept
-
-
-def fold_normalization(graph: Graph) -> None:
-    """Conv, then BatchNormalization with constant statistics: into the weights, in float64."""
-    consumers, producers = graph.consumers(), graph.producers()
-    for node in list(graph.nodes):
-        conv = producers.get(node.inputs[0]) if node.op == "BatchNormalization" else None
-        if conv is None or conv.op != "Conv" or consumers[conv.outputs[0]] != 1:
-            continue
-        names = [*conv.inputs[1:], *node.inputs[1:]]
-        if node.attributes.get("training_mode") or len([o for o in node.outputs if o]) > 1:
-            continue
-        if not all(name in graph.constants for name in names if name):
-            continue
-        scale, shift, mean, variance = (
-            graph.constants[name].astype(np.float64) for name in node.inputs[1:5]
-        )
-        w = graph.constants[conv.inputs[1]]
-        factor = scale / np.sqrt(variance + node.attributes.get("epsilon", 1e-5))
-        if factor.shape != (w.shape[0],):
-            continue
-        has_bias = len(conv.inputs) > 2 and conv.inputs[2]
-        bias = graph.constants[conv.inputs[2]].astype(np.float64) if has_bias else 0.0
-        stem = node.outputs[0]
-        folded = w.astype(np.float64) * factor.reshape(-1, *(1,) * (w.ndim - 1))
-        graph.constants[f"{stem}:weight"] = folded.astype(w.dtype)
-        graph.constants[f"{stem}:bias"] = (shift + (bias - mean) * factor).astype(w.dtype)
-        conv.inputs = [conv.inputs[0], f"{stem}:weight", f"{stem}:bias"]
-        conv.outputs = list(node.outputs[:1])
-        producers[stem] = conv
-        graph.nodes.remove(node)
-        graph.notes.append(f"BatchNormalization {stem} is folded into the convolution before it")
 
 
 def fuse_swish(graph: Graph) -> None:
@@ -204,7 +172,7 @@ def _swish(
     """(input, activation, nodes that vanish) if `node` closes one of the patterns."""
     scale, outer = 1.0, []
     if node.op == "Div":
-        divisor = _number(graph, node.inputs[1])
+        divisor = number(graph, node.inputs[1])
         inner = producers.get(node.inputs[0])
         if divisor is None or inner is None or inner.op != "Mul":
             return None
@@ -239,13 +207,13 @@ def _clip_gate(
     if consumers[add.outputs[0]] != 1 or x not in add.inputs or abs(bounds[1] * scale - 1) > 1e-6:
         return None
     other = add.inputs[1] if add.inputs[0] == x else add.inputs[0]
-    shift = _number(graph, other)
+    shift = number(graph, other)
     if shift is None:
         return None
     return f"hard_swish:{1 / bounds[1]!r}:{shift / bounds[1]!r}", add
 
 
-def _number(graph: Graph, name: str) -> float | None:
+def number(graph: Graph, name: str) -> float | None:
     """The single number a constant holds, or None."""
     value = graph.constants.get(name)
     return float(value.reshape(-1)[0]) if value is not None and value.size == 1 else None
@@ -259,7 +227,7 @@ def clip_bounds(graph: Graph, node: Node) -> tuple[float, float] | None:
     bounds = []
     for index, default in ((1, -np.inf), (2, np.inf)):
         name = node.inputs[index] if len(node.inputs) > index else ""
-        value = default if not name else _number(graph, name)
+        value = default if not name else number(graph, name)
         if value is None:
             return None
         bounds.append(float(value))
@@ -291,47 +259,6 @@ def activation_of(graph: Graph, node: Node) -> str | None:
     plain = {"Relu": "relu", "Sigmoid": "sigmoid", "Tanh": "tanh", "HardSwish": "hard_swish",
              "Softplus": "softplus"}  # fmt: skip
     return plain.get(node.op)
-
-
-def fuse_epilogues(graph: Graph) -> None:
-    """An activation, or the addition of one number a channel, right after a convolution."""
-    consumers, producers = graph.consumers(), graph.producers()
-    for node in list(graph.nodes):
-        if node.op == "Add" and not node.domain:
-            _fuse_bias(graph, node, producers, consumers)
-            continue
-        activation = activation_of(graph, node)
-        conv = producers.get(node.inputs[0]) if activation and node.inputs else None
-        if conv is None or conv.op != "Conv" or conv.epilogue or consumers[conv.outputs[0]] != 1:
-            continue
-        conv.epilogue, conv.outputs = str(activation), list(node.outputs)
-        producers[node.outputs[0]] = conv
-        graph.nodes.remove(node)
-        graph.notes.append(f"{node.op} {node.outputs[0]} is fused into the convolution before it")
-
-
-def _fuse_bias(
-    graph: Graph, node: Node, producers: dict[str, Node], consumers: Counter[str]
-) -> None:
-    for x, other in (node.inputs, node.inputs[::-1]):
-        conv, bias = producers.get(x), graph.constants.get(other)
-        if conv is None or bias is None or conv.op != "Conv" or consumers[x] != 1:
-            continue
-        w = graph.constants.get(conv.inputs[1])
-        if w is None or conv.epilogue or (len(conv.inputs) > 2 and conv.inputs[2]):
-            continue
-        channels, rank = w.shape[0], w.ndim
-        shape = (1,) * (rank - bias.ndim) + bias.shape
-        wanted = (1, channels) + (1,) * (rank - 2)
-        if shape != wanted or bias.dtype != w.dtype:
-            continue
-        name = f"{node.outputs[0]}:bias"
-        graph.constants[name] = bias.reshape(channels)
-        conv.inputs = [*conv.inputs[:2], name]
-        conv.outputs = list(node.outputs)
-        producers[node.outputs[0]] = conv
-        graph.nodes.remove(node)
-        return
 
 
 def remove_dead(graph: Graph) -> None:

@@ -87,6 +87,12 @@ def packed(dims: Sequence[int], dtype: Any) -> bedstone.TensorDesc:
     return bedstone.TensorDesc.packed(tuple(dims), dtype.name)
 
 
+def epilogue(node: Node, inputs: Sequence[Any]) -> Epilogue:
+    """The bias (a third input), activation and shift of a node."""
+    biased = len(inputs) > 2 and inputs[2] is not None
+    return Epilogue(biased, parse_desc(node.epilogue) if node.epilogue else None, node.shift)
+
+
 def sliding(
     attributes: dict[str, Any], sizes: Sequence[int], window: Sequence[int], same_ceil: bool = True
 ) -> tuple[list[int], list[int], list[tuple[int, int]]]:
@@ -123,10 +129,8 @@ class Conv(Planned):
         strides, dilations, pads = sliding(self.attributes, x.shape[2:], w.shape[2:])
         conv = ConvolutionDesc.of(x.ndim - 2, pads, strides, dilations, groups)
         dims = conv.output_dims(x.shape, w.shape)
-        bias = len(inputs) > 2 and inputs[2] is not None
-        activation = parse_desc(self.node.epilogue) if self.node.epilogue else None
         descs = [packed(d, x.dtype) for d in (x.shape, w.shape, dims)]
-        problem = ConvolutionProblem("forward", *descs, conv, epilogue=Epilogue(bias, activation))
+        problem = ConvolutionProblem("forward", *descs, conv, epilogue=epilogue(self.node, inputs))
         return make(problem), dims
 
 
@@ -302,11 +306,11 @@ class BatchNormalization(Planned):
 
 class MatMul(Planned):
     """A matrix (or a stack of rows) times a matrix: a 1x1 convolution of one row of pixels, whose
-    strides say that channels lie innermost."""
+    strides say that channels lie innermost. Bias and activation are its epilogue."""
 
     def plan(self, inputs: Sequence[Any]) -> Any:
-        a, b = inputs
-        if b.ndim != 2 or a.ndim < 2 or a.shape[-1] != b.shape[0] or not a.size:
+        a, b = inputs[:2]
+        if b.ndim != 2 or a.ndim < 1 or a.shape[-1] != b.shape[0] or not b.size:
             raise Unplanned("a product of more than two dimensions on the right")
         depth, columns = b.shape
         rows = a.size // depth
@@ -319,6 +323,7 @@ class MatMul(Planned):
                 (1, columns, 1, rows), (rows * columns, 1, rows * columns, columns), dtype
             ),  # type: ignore[arg-type]
             ConvolutionDesc(),
+            epilogue=epilogue(self.node, inputs),
         )
         return make(problem), (*a.shape[:-1], columns)
 

@@ -19,8 +19,9 @@ from onnx import helper
 
 import bedstone
 from bedstone.frameworks.onnx import report as reports
+from bedstone.frameworks.onnx.fusion import optimize
 from bedstone.frameworks.onnx.glue import NotHere, function_of
-from bedstone.frameworks.onnx.graph import Array, Graph, Node, load, optimize
+from bedstone.frameworks.onnx.graph import Array, Graph, Node, load
 from bedstone.frameworks.onnx.operators import OPERATORS, Planned, Unplanned
 from bedstone.frameworks.onnx.reference import ReferenceNode
 
@@ -62,7 +63,7 @@ class Step:
         maker = None if node.domain else OPERATORS.get(node.op)
         if maker is not None:
             self.planned = maker(node, graph)
-        self.glue = function_of(node)
+        self.glue = None if node.fused else function_of(node)
         self._reference: ReferenceNode | None = None
         self._declined: set[Any] = set()
 
@@ -87,8 +88,7 @@ class Step:
         if self._reference is None:
             self._reference = ReferenceNode(self.node, self.graph)
         known = dict(outside) | dict(zip(self.node.proto.input, values))
-        fused = self.node.op == "Activation" or self.node.epilogue
-        if fused:  # there is no such ONNX node: the reference cannot compute it
+        if self.node.fused:  # there is no such ONNX node: the reference cannot compute it
             raise bedstone.NotSupported(
                 f"{self.node.op} {self.node.outputs[0]}", {"bedstone": self.reason}
             )
