@@ -8,10 +8,11 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from bedstone.backends.cpu.builder import KernelBuilder
-from bedstone.backends.cpu.convolution import implicit_gemm
+from bedstone.backends.cpu.convolution import implicit_gemm, row_blocking
 from bedstone.backends.cpu.convolution.data_gradient import DataGradient
 from bedstone.backends.cpu.convolution.filter_gradient import FilterGradient
 from bedstone.backends.cpu.convolution.image_product import ImageProduct
+from bedstone.backends.cpu.convolution.row_product import RowProduct
 from bedstone.backends.cpu.kernel import ENTRY, compiled
 from bedstone.backends.cpu.microkernels import SHAPES, TILE, Tile, emit_tile
 from bedstone.backends.cpu.target import Target
@@ -69,10 +70,65 @@ def test_both_ways_of_backward_data(monkeypatch, emitter, layout, shape):
     run(f"convolution backward_data {shape} float32 {layout}", beta=1.0)
 
 
+ROWS_TRIED = (
+    "n2c3h13w11k21r3p1",  # one run of taps and channels
+    "n2c1h10w33k9r3s5u2",  # one channel; every second pixel, rows read in place
+    "n1c5h9w12k40r3s2ph2_1pw0_3lh2",  # different by axis
+    "n1c6h11w10k17r3p2l2",  # gaps between the taps
+    "n3c20h7w7k33r1",  # all pixels one row
+    "n2c9h8w9k16r1u2",
+    "n1c90h6w7k20r3p1",  # runs longer than a chunk
+    "n1c300h5w4k9r1",
+    "n2c4w70k12s9p4",  # one axis
+    "n1c40h9w8k16r5p2",  # many chunks of several runs
+)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("shape", ROWS_TRIED)
+@pytest.mark.parametrize("direction", ["forward", "backward_data"])
+def test_rows(monkeypatch, direction, shape, dtype):
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    if direction == "backward_data" and ("u2" in shape):
+        pytest.skip("with a stride, another kernel's")
+    monkeypatch.setattr(implicit_gemm, "kernel_of", lambda problem, target: (RowProduct, 1.0))
+    layout = "NWC" if "h" not in shape else "NHWC"
+    for filter_layout in (layout, layout[0] + "C" + layout[1:-1]):
+        layouts = f"x={layout} w={filter_layout} y={layout}"
+        run(f"convolution {direction} {shape} {dtype} {layouts}")
+        run(f"convolution {direction} {shape} {dtype} {layouts} mode=convolution", beta=-1.0)
+
+
+@pytest.mark.parametrize("shape", ROWS_TRIED[:6])
+def test_rows_on_every_instruction_set(monkeypatch, target, shape):
+    monkeypatch.setattr(implicit_gemm, "kernel_of", lambda problem, target: (RowProduct, 1.0))
+    run(f"convolution forward {shape} float32 x=NHWC w=NHWC y=NHWC", beta=1.0)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "forward n1c8h9k16r3p1 y=NHWC",
+        "forward n1c8h9k16r3p1 x=NHWC",
+        "forward n1c8h9k16r3p1g2 x=NHWC y=NHWC",
+        "forward n1c8d4h4w4k16t3r3s3p1 x=NDHWC y=NDHWC",
+        "backward_data n1c8h9k16r3p1u2 x=NHWC y=NHWC",
+    ],
+)
+def test_rows_that_lie_otherwise_go_elsewhere(line):
+    problem = parse_problem(f"convolution {line} float32")
+    assert row_blocking.view(problem) is None
+    assert implicit_gemm.kernel_of(problem, Target.named("haswell"))[0] is not RowProduct
+
+
 @pytest.mark.parametrize(
     "line, emitter",
     [
         ("forward n1c8h9k16r3p1", ImageProduct),
+        ("forward n1c8h9k16r3p1 x=NHWC y=NHWC", RowProduct),
+        ("forward n1c3h40k16r7u2p3 x=NHWC y=NHWC", RowProduct),
+        ("backward_data n1c64h28k64r1 x=NHWC y=NHWC", RowProduct),
         ("backward_data n4c64h14k64r3p1", ImageProduct),
         ("backward_data n16c128h16k128r7", DataGradient),  # the image shrinks from 16 to 10
         ("backward_data n2c3h64k64r7u2p3", DataGradient),  # three channels

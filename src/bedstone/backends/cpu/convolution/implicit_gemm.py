@@ -3,8 +3,9 @@
 Takes every convolution: one to three spatial axes, any strides of x, w and y, groups, dilation,
 padding, both modes, four dtypes, no workspace. The paper's lowered matrix (Chetlur et al., arXiv
 1410.0759, section 3) is packed piece by piece into each thread's scratch, where it meets the
-packed filter in a micro-kernel: image_product.py for forward and backward_data, data_gradient.py
-for those backward_data whose products would mostly meet padding, filter_gradient.py.
+packed filter in a micro-kernel: image_product.py for forward and backward_data, row_product.py for
+those with channels last, data_gradient.py for those backward_data whose products would mostly meet
+padding, filter_gradient.py.
 """
 
 from __future__ import annotations
@@ -12,10 +13,16 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from bedstone.backends.cpu import cost
-from bedstone.backends.cpu.convolution import data_gradient, filter_gradient, image_product
+from bedstone.backends.cpu.convolution import (
+    data_gradient,
+    filter_gradient,
+    image_product,
+    row_blocking,
+)
 from bedstone.backends.cpu.convolution.data_gradient import DataGradient
 from bedstone.backends.cpu.convolution.filter_gradient import FilterGradient
 from bedstone.backends.cpu.convolution.image_product import ImageProduct
+from bedstone.backends.cpu.convolution.row_product import RowProduct
 from bedstone.backends.cpu.kernel import CompiledKernel, compiled
 from bedstone.backends.cpu.target import Target
 from bedstone.plan.algorithm import Algorithm
@@ -29,11 +36,13 @@ def kernel_of(problem: ConvolutionProblem, target: Target) -> tuple[Any, float]:
     rate, the cost of packing included."""
     if problem.direction == "backward_filter":
         return FilterGradient, filter_gradient.work(problem, target)
-    gathering = ImageProduct, image_product.work(problem, target)
-    if problem.direction == "forward" or not data_gradient.fits(problem, target):
-        return gathering
-    scattering = DataGradient, data_gradient.work(problem, target)
-    return min(gathering, scattering, key=lambda choice: choice[1])
+    ways: list[tuple[Any, float]] = [
+        (RowProduct, row_blocking.work(problem, target)),
+        (ImageProduct, image_product.work(problem, target)),
+    ]
+    if problem.direction == "backward_data" and data_gradient.fits(problem, target):
+        ways.append((DataGradient, data_gradient.work(problem, target)))
+    return min(ways, key=lambda way: way[1])
 
 
 class ImplicitGemm(Algorithm):
