@@ -17,6 +17,7 @@ from bedstone.backends.triton import softmax_kernels as kernels
 from bedstone.backends.triton.walk import MAX_PROGRAMS, OUTER, common_word, merged, power_of_two
 from bedstone.plan.algorithm import Algorithm, Kernel
 from bedstone.plan.device import Device
+from bedstone.spec.dtypes import DType
 from bedstone.spec.problem import Problem
 from bedstone.spec.softmax import SoftmaxProblem
 from bedstone.spec.tensor import TensorDesc
@@ -133,6 +134,9 @@ class Online(Algorithm):
             "ALGORITHM": problem.algorithm, "ACC": launch.accumulator(dtype),
             "ONE": rows.length <= bl, "WIDE": rows.wide, "BA": ba, "BL": bl,
         }  # fmt: skip
+        if forward:
+            constants["SHIFT"] = problem.algorithm != "fast" or dtype is DType.float16
+            constants["ROUGH"] = dtype.itemsize < 4
         kernel = kernels.softmax_forward_kernel if forward else kernels.softmax_backward_kernel
         return launch.prepare(
             device, kernel, (_programs(rows),), arguments, constants,

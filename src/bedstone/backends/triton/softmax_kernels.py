@@ -36,20 +36,52 @@ def rows_of_program(A, BA: tl.constexpr, WIDE: tl.constexpr):
     return (pid % tl.cdiv(A, BA)) * BA + tl.arange(0, BA)
 
 
+# float16 numbers whose exp overflows float32 are common, so "fast" shifts rows of them too: by up
+# to this number, so that what overflows float64 (beyond 709) still overflows, as it is defined to.
+FAST_LIMIT = tl.constexpr(621.0)
+
+
 @triton.jit
-def shifted(x, peak, ALGORITHM: tl.constexpr):
-    """x less the peak of its row: "fast" leaves it, a peak of -inf counts as 0."""
+def origin(peak, ALGORITHM: tl.constexpr):
+    """What is subtracted from a row with that peak: 0 for a peak of -inf."""
+    found = tl.where(peak == float("-inf"), 0.0, peak)
     if ALGORITHM == "fast":
-        return x
+        found = tl.where(found > FAST_LIMIT, FAST_LIMIT, found)
+    return found
+
+
+@triton.jit
+def shifted(x, peak, ALGORITHM: tl.constexpr, SHIFT: tl.constexpr):
+    """x less the origin of its row; x itself without SHIFT ("fast" of wide types)."""
+    if SHIFT:
+        return x - origin(peak, ALGORITHM)[:, None]
     else:
-        return x - tl.where(peak == float("-inf"), 0.0, peak)[:, None]
+        return x
+
+
+@triton.jit
+def power_of(s, ROUGH: tl.constexpr):
+    """e^s; ROUGH: by the hardware's own, whose relative error |s| 2^-24 vanishes in 16 bits."""
+    if ROUGH:
+        return tl.exp(s)
+    else:
+        return exp(s)
+
+
+@triton.jit
+def over(power, total, ROUGH: tl.constexpr):
+    """power / total of its row; ROUGH: one division a row."""
+    if ROUGH:
+        return power * (1 / total)[:, None]
+    else:
+        return power / total[:, None]
 
 
 @triton.jit
 def softmax_forward_kernel(
     x_ptr, y_ptr, alpha, beta, outer, A, L, axes, x_rows, x_columns, y_rows, y_columns,
-    ALGORITHM: tl.constexpr, ACC: tl.constexpr, ONE: tl.constexpr, WIDE: tl.constexpr,
-    BA: tl.constexpr, BL: tl.constexpr,
+    ALGORITHM: tl.constexpr, SHIFT: tl.constexpr, ROUGH: tl.constexpr, ACC: tl.constexpr,
+    ONE: tl.constexpr, WIDE: tl.constexpr, BA: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
     """y = alpha * softmax(x) + beta * y for BA rows of L elements, BL at a time.
 
@@ -64,13 +96,13 @@ def softmax_forward_kernel(
         mask = ok_rows[:, None] & (columns < L)[None, :]
         offs = column_offsets(columns, axes, x_columns)[None, :]
         x = tl.load(x_ptrs + offs, mask=mask, other=float("-inf")).to(ACC)
-        s = shifted(x, tl.max(x, axis=1), ALGORITHM)
-        power = exp(s)
+        s = shifted(x, tl.max(x, axis=1), ALGORITHM, SHIFT)
+        power = power_of(s, ROUGH)
         total = tl.sum(power, axis=1)
         if ALGORITHM == "log":
             out = s - log(total)[:, None]
         else:
-            out = power / total[:, None]
+            out = over(power, total, ROUGH)
         out *= alpha
         y_ptrs += column_offsets(columns, axes, y_columns)[None, :]
         if beta != 0:
@@ -85,20 +117,22 @@ def softmax_forward_kernel(
             offs = column_offsets(at, axes, x_columns)[None, :]
             x = tl.load(x_ptrs + offs, mask=mask, other=float("-inf")).to(ACC)
             higher = tl.maximum(peak, tl.max(x, axis=1))
-            if ALGORITHM != "fast":
-                total *= tl.where(peak == higher, 1.0, exp(peak - higher))
-            total += tl.sum(exp(shifted(x, higher, ALGORITHM)), axis=1)
+            if SHIFT:
+                same = peak == higher
+                grown = origin(higher, ALGORITHM) - origin(peak, ALGORITHM)
+                total *= tl.where(same | (total == 0), 1.0, exp(-grown))
+            total += tl.sum(power_of(shifted(x, higher, ALGORITHM, SHIFT), ROUGH), axis=1)
             peak = higher
         for start in range(0, L, BL):
             at = start + columns
             mask = ok_rows[:, None] & (at < L)[None, :]
             offs = column_offsets(at, axes, x_columns)[None, :]
             x = tl.load(x_ptrs + offs, mask=mask, other=float("-inf")).to(ACC)
-            s = shifted(x, peak, ALGORITHM)
+            s = shifted(x, peak, ALGORITHM, SHIFT)
             if ALGORITHM == "log":
                 out = s - log(total)[:, None]
             else:
-                out = exp(s) / total[:, None]
+                out = over(power_of(s, ROUGH), total, ROUGH)
             out *= alpha
             ptrs = y_ptrs + column_offsets(at, axes, y_columns)[None, :]
             if beta != 0:
