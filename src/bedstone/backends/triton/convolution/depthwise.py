@@ -34,28 +34,41 @@ MAX_TAPS = 81  # unrolled: 9 x 9; larger filters belong to the matrix units
 MAX_ROWS = 32  # output rows a program walks down: a long walk, but programs enough
 PROGRAMS_WANTED = 16  # programs a multiprocessor, so that loads of many are in flight
 FILTER_PROGRAMS = 8  # the same for backward_filter, whose programs hold R * S sums
+FILTER_RESIDENT = 4  # those that fit at once where channels are innermost
+FILTER_ROWS = 4  # that such a program takes at a time, so that all get about as many
 FILTER_REGISTERS = 128  # of a thread's 255, for those sums
 ROLL_TAPS = 9  # backward_filter keeps that many tiles of x beside its sums
-FILTER_TILE = 256  # elements of a backward_filter strip at most
+FILTER_TILE = 256  # elements of a backward_filter strip at most, channels not innermost
 FILTER_WARPS = 4
+CHANNELS = 64  # side by side where they are innermost: whole 128-byte lines of 16-bit data
+# Channels innermost: (taps up to, channels a thread, columns a thread, warps). Taps and sums of all
+# a thread's channels stay in registers.
+RUNS = ((9, 4, 4, 2), (25, 2, 4, 2), (49, 2, 2, 2), (MAX_TAPS, 1, 2, 2))
+FILTER_RUNS = ((9, 4, 4, 4), (25, 2, 4, 4), (49, 2, 2, 4), (MAX_TAPS, 1, 2, 4))
 
 
 @dataclass(frozen=True)
 class Strip:
-    """Tile of a program (see depthwise_kernels), the rows it walks and its warps."""
+    """Tile of a program (see depthwise_kernels), columns of a run, rows that it walks, warps."""
 
     ba: int
     bb: int
+    qc: int
     rows: int
     warps: int
 
 
-def image_tile(geo: Geometry, last: bool, itemsize: int) -> tuple[int, int]:
-    """(elements of a strip, warps), as measured quickest on an H200: channels innermost 16 elements
-    a thread, else 4."""
-    if not last:
-        return 256, 2
-    return (2048, 4) if geo.taps <= ROLL_TAPS and itemsize >= 4 else (1024, 2)
+def run_of(
+    table: tuple[tuple[int, int, int, int], ...], geo: Geometry, dtype: DType, columns: int
+) -> tuple[int, int, int, int]:
+    """(BA, BB, QC, warps) where channels are innermost."""
+    _, channels, qc, warps = next(row for row in table if geo.taps <= row[0])
+    if dtype is DType.float64:
+        channels = max(1, channels // 2)
+    axis = geo.axes[2]
+    qc = min(qc, power_of_two(columns)) if axis.u % axis.dil == 0 else 1
+    bb = min(CHANNELS, power_of_two(geo.groups))
+    return max(1, 32 * warps * channels // bb), bb, qc, warps
 
 
 class Depthwise(Algorithm):
@@ -66,6 +79,8 @@ class Depthwise(Algorithm):
     def supports(self, problem: Problem, device: Device) -> str | None:
         if not isinstance(problem, ConvolutionProblem):
             return "it computes convolutions and their gradients by data and filter"
+        if problem.epilogue.shift:
+            return "adds nothing after the activation"
         geo = geometry_of(problem)
         if geo.channels != 1 or geo.filters != 1 or geo.groups == 1:
             return "takes one filter a channel: groups = C = K, more than one"
@@ -79,8 +94,6 @@ class Depthwise(Algorithm):
 
     def workspace(self, problem: Problem, device: Device) -> int:
         if problem.direction != "backward_filter":
-        if problem.epilogue.shift:
-            return "adds nothing after the activation"
             return 0
         geo = geometry_of(problem)  # type: ignore[arg-type]
         _, split = filter_strip(problem, geo, device)  # type: ignore[arg-type]
@@ -99,21 +112,22 @@ class Depthwise(Algorithm):
 
 
 def image_strip(
-    geo: Geometry, rows: int, columns: int, last: bool, itemsize: int, device: Device
+    geo: Geometry, rows: int, columns: int, last: bool, dtype: DType, device: Device, up: int = 1
 ) -> Strip:
-    """The strip for an output of rows x columns; `last`: channels are innermost."""
-    tile, warps = image_tile(geo, last, itemsize)
+    """The strip for an output of rows x columns; `last`: channels are innermost; `up`: the columns
+    of the output a column of the input."""
     if last:
-        bb = min(64, power_of_two(geo.groups))
-        ba = max(1, min(tile // bb, power_of_two(columns)))
-        strips = geo.images * -(-columns // ba) * -(-geo.groups // bb)
+        ba, bb, qc, warps = run_of(RUNS, geo, dtype, columns)
+        qc = qc if up == 1 else 1
+        strips = -(-geo.images * -(-columns // qc) // ba) * -(-geo.groups // bb)
     else:
+        qc, warps = 1, 2
         bb = min(64, power_of_two(columns))
-        ba = max(1, min(tile // bb, power_of_two(geo.images * geo.groups)))
+        ba = max(1, min(256 // bb, power_of_two(geo.images * geo.groups)))
         strips = -(-geo.images * geo.groups // ba) * -(-columns // bb)
     wanted = PROGRAMS_WANTED * chips.chip_of(device.architecture).multiprocessors
     cuts = max(1, min(wanted // max(strips, 1), -(-rows // 4)))
-    return Strip(ba, bb, max(1, min(MAX_ROWS, -(-rows // cuts))), warps)
+    return Strip(ba, bb, qc, max(1, min(MAX_ROWS, -(-rows // cuts))), warps)
 
 
 def filter_strip(problem: ConvolutionProblem, geo: Geometry, device: Device) -> tuple[Strip, int]:
@@ -124,19 +138,20 @@ def filter_strip(problem: ConvolutionProblem, geo: Geometry, device: Device) -> 
         elements //= 2
     elements = min(FILTER_TILE, 1 << elements.bit_length() - 1)
     if geo.y.channel == 1:
-        bb = min(64, power_of_two(geo.groups))
-        ba = max(1, min(elements // bb, power_of_two(columns)))
+        ba, bb, qc, warps = run_of(FILTER_RUNS, geo, problem.dtype, columns)
         programs = -(-geo.groups // bb)
-        pieces = geo.images * -(-columns // ba)
+        pieces = -(-geo.images * -(-columns // qc) // ba)
+        walk, resident = min(FILTER_ROWS, rows), FILTER_RESIDENT
     else:
+        qc, warps = 1, FILTER_WARPS
+        walk, resident = min(MAX_ROWS, rows), FILTER_PROGRAMS
         bb = min(64, power_of_two(columns), elements)
         ba = max(1, min(elements // bb, power_of_two(geo.images)))
         programs = geo.groups
         pieces = -(-geo.images // ba) * -(-columns // bb)
-    walk = min(MAX_ROWS, rows)
     pieces *= -(-rows // walk)
-    wanted = FILTER_PROGRAMS * chips.chip_of(device.architecture).multiprocessors
-    return Strip(ba, bb, walk, FILTER_WARPS), max(1, min(pieces, wanted // programs))
+    wanted = resident * chips.chip_of(device.architecture).multiprocessors
+    return Strip(ba, bb, qc, walk, warps), max(1, min(pieces, wanted // programs))
 
 
 def _sizes(geo: Geometry, forward: bool) -> tuple[Numbers, Any, Any]:
@@ -185,7 +200,8 @@ def _image_launch(problem: ConvolutionProblem, device: Device) -> Kernel:
     numbers.add({"w_k": geo.w.batch, "w_h": w_h, "w_w": w_w})
     rows, columns = (vertical.out, horizontal.out) if forward else (vertical.size, horizontal.size)
     last = out.channel == 1
-    cut = image_strip(geo, rows, columns, last, dtype.itemsize, device)
+    up = (1, 1) if forward else (vertical.u, horizontal.u)
+    cut = image_strip(geo, rows, columns, last, dtype, device, up[1])
     numbers.add({"ROWS": cut.rows})
     index = len(problem.operands) - 1
     act, has_bias = problem.epilogue.activation, problem.epilogue.bias
@@ -198,15 +214,15 @@ def _image_launch(problem: ConvolutionProblem, device: Device) -> Kernel:
         **launch.activation_arguments(act, dtype),
         **numbers.scalars,
     }
-    up = (1, 1) if forward else (vertical.u, horizontal.u)
     constants = {
         **numbers.constants, "R": vertical.taps, "S": horizontal.taps, "UP_H": up[0],
         "UP_W": up[1], "CHANNELS_LAST": last, "BIAS": has_bias, "BA": cut.ba, "BB": cut.bb,
-        "ROLL": vertical.dil == 1 and vertical.u == 1,
+        "ROLL": vertical.dil == 1 and vertical.u == 1, "QC": cut.qc,
+        "STEP": max(1, horizontal.u // horizontal.dil) if forward else 1,
         "ACTIVATION": act.kind if act is not None else "none", "ACC": launch.accumulator(dtype),
     }  # fmt: skip
     if last:
-        strips = geo.images * -(-columns // cut.ba) * -(-geo.groups // cut.bb)
+        strips = -(-geo.images * -(-columns // cut.qc) // cut.ba) * -(-geo.groups // cut.bb)
     else:
         strips = -(-geo.images * geo.groups // cut.ba) * -(-columns // cut.bb)
     return launch.prepare(
@@ -227,7 +243,8 @@ def _filter_kernel(problem: ConvolutionProblem, device: Device) -> Kernel:
     constants = {
         **numbers.constants, "R": vertical.taps, "S": horizontal.taps, "CHANNELS_LAST": last,
         "ROLL": vertical.dil == 1 and vertical.u == 1 and geo.taps <= ROLL_TAPS,
-        "ACC": launch.accumulator(dtype), "BA": cut.ba, "BB": cut.bb,
+        "ACC": launch.accumulator(dtype), "BA": cut.ba, "BB": cut.bb, "QC": cut.qc,
+        "STEP": max(1, horizontal.u // horizontal.dil), "RAGGED": horizontal.out % cut.qc != 0,
     }  # fmt: skip
     arguments: dict[str, launch.Argument] = {
         "x_ptr": launch.Pointer(0, dtype),
