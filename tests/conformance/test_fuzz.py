@@ -41,15 +41,20 @@ def test_problems_are_distinct():
         assert len({str(p) for p in drawn(primitive, count, SEED)}) == count
 
 
-GPU_COUNTS = dict.fromkeys(problems.primitives(), 50) | {"convolution": 300}
+GPU_COUNTS = dict.fromkeys(problems.primitives(), 100) | {"convolution": 400}
+GPU_CHUNKS = [
+    pytest.param(primitive, start, id=f"{primitive}-{start}")
+    for primitive, count in GPU_COUNTS.items()
+    for start in range(0, count, CHUNK)
+]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("primitive", GPU_COUNTS)
-def test_random_problems_on_the_gpu(primitive):
+@pytest.mark.parametrize("primitive, start", GPU_CHUNKS)
+def test_random_problems_on_the_gpu(primitive, start):
     handle = Handle("cuda")
     failures = []
-    for problem in drawn(primitive, GPU_COUNTS[primitive], SEED):
+    for problem in drawn(primitive, GPU_COUNTS[primitive], SEED)[start : start + CHUNK]:
         if fuzz.takers(problem, handle.device):
             failures += fuzz.check(problem, handle)
     assert not failures, "\n".join(map(str, failures))

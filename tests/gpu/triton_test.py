@@ -1,9 +1,12 @@
-"""The Triton backend on a CUDA device: ways of calling a plan, and a sample of the conformance
-suite. `pytest -m gpu tests/gpu`; all of the suite: python -m bedstone.testing.conformance --backend
-triton --device cuda."""
+"""The Triton backend on a CUDA device: ways of calling a plan, every kernel under NVIDIA's
+checkers, and the fuzzer. `pytest -m gpu` also runs the conformance suite (tests/conformance)."""
 
-import random
+import os
+import shutil
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ from bedstone.backends import triton as backend
 from bedstone.plan.handle import Handle
 from bedstone.plan.tune import Trial
 from bedstone.spec.problem import parse_problem
-from bedstone.testing.conformance import jobs, run_job
+from bedstone.testing import fuzz
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,7 +28,9 @@ pytestmark = [
 
 LINE = "convolution forward n8c128h28k128r3p1 bfloat16 layout=NHWC"
 HOST_SECONDS = 12e-6  # of a planned call
-SAMPLE = 60  # problems of the suite
+FUZZ_SECONDS = 60
+SANITIZER_SECONDS = 400  # at most; small problems of every kernel take a quarter of it
+SMALL = Path(__file__).parents[1] / "backends" / "test_triton_kernels.py"
 CALLS = 200
 
 
@@ -74,8 +79,29 @@ def test_an_unaligned_address_gives_the_same_result(handle):
     np.testing.assert_array_equal(trial.outputs()[0], want)
 
 
-def test_a_sample_of_the_conformance_suite(handle):
-    todo = jobs("triton", handle.device)
-    random.Random(0).shuffle(todo)
-    wrong = [text for job in todo[:SAMPLE] for text in run_job(job, handle)]
-    assert not wrong, "\n".join(wrong)
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_every_kernel_under_the_sanitizer(tool):
+    """The small problems of every Triton algorithm, every access checked."""
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which(
+        "compute-sanitizer", path="/usr/local/cuda/bin"
+    )
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not installed")
+    # An API error is how a launch finds that its thread has no context yet: it then tries again.
+    quiet = ["--report-api-errors", "no", "--target-processes", "application-only"]
+    tests = ["-m", "pytest", "-o", "addopts=-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(
+        [sanitizer, "--tool", tool, *quiet, "--error-exitcode", "9",
+         sys.executable, *tests, str(SMALL)],
+        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")},
+        capture_output=True, text=True, timeout=SANITIZER_SECONDS,
+    )  # fmt: skip
+    said = done.stdout[-4000:] + done.stderr[-1000:]
+    assert done.returncode == 0, said
+    assert " passed" in done.stdout and "SUMMARY: 0 " in done.stdout, said
+
+
+def test_a_minute_of_the_fuzzer():
+    tried, failures = fuzz.fuzz("cuda", seed=int(time.time()), budget=fuzz.Budget(FUZZ_SECONDS))
+    assert tried > 0
+    assert not failures, "\n".join(failures)

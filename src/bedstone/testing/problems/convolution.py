@@ -100,6 +100,13 @@ HALF_SHAPES = (
     "n2c5h13w10k7r3s2phAwB", "n2c300h3k5r3p1",
 )  # fmt: skip
 HALVES = ("float16", "bfloat16")
+# Channels innermost, in counts that whole words and the tiles of matrix units divide.
+CHANNELS_LAST_SHAPES = (
+    "n9c64h7k64r3p1", "n2c72h9w11k136r3p1", "n3c64h12k128r1", "n2c32h15k64r3p1u2",
+    "n1c64h12k64r5p2", "n2c64h9k64r3p2l2", "n2c128h8k128r3p1g2", "n2c64w40k64s3p1",
+    "n1c64d4h6w5k64t3r3s3p1", "n2c32h9k32r3p1g4", "n2c72h9w11k72r3p1g72", "n1c40h15k40r5p2u2g40",
+    "n1c64h13k64r7p3g64",
+)  # fmt: skip
 
 
 def _word(shape: str) -> str:
@@ -141,6 +148,7 @@ def curated() -> list[Problem]:
         bias = _of("backward_bias", shape)
         for kind in STRIDED_KINDS:
             found += [with_strides(bias, field, kind, random) for field in ("y", "bias")]
+    found.append(parse_problem("convolution backward_bias 2x5x80x80 float32"))  # a sum cut in parts
     found += [parse_problem(f"convolution forward {line}") for line in EPILOGUES]
     found += [
         _of(direction, "n1c20h6k18r3p1", f"float32 math={math}")
@@ -152,6 +160,12 @@ def curated() -> list[Problem]:
         for shape in HALF_SHAPES
         for direction in DIRECTIONS
         for dtype in HALVES
+    ]
+    found += [
+        _of(direction, shape, f"{dtype} layout=NHWC")
+        for shape in CHANNELS_LAST_SHAPES
+        for direction in DIRECTIONS[:3]
+        for dtype in (*HALVES, "float32")
     ]
     return found
 
@@ -251,5 +265,5 @@ def bounds(problem: Problem, wide: Wide, alpha: float, beta: float) -> Bounds:
         size = np.abs(problem.reference(absolute(wide), abs(alpha), abs(beta))["y"])
         error = FUNCTION_ULPS * 2 * unit * (size + absolute_scale(act))
         found["y"] = slope_limit(act) * found["y"] + error
-    return found
     found["y"] = found["y"] + 2 * unit * abs(problem.epilogue.shift)
+    return found

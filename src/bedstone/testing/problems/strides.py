@@ -60,7 +60,8 @@ def tensor_fields(problem: Problem) -> dict[str, TensorDesc]:
 def with_strides(problem: Problem, field: str, kind: str, random: np.random.Generator) -> Problem:
     """The problem with one tensor's strides changed; unchanged where that makes no sense."""
     desc = tensor_fields(problem)[field]
-    written = any(o.desc is desc for o in problem.outputs)
+    # Indices of maxima are what a forward call wrote: each has memory of its own.
+    written = any(o.desc is desc for o in problem.outputs) or field == "indices"
     if written and kind in INPUT_ONLY:
         return problem
     try:
