@@ -143,6 +143,7 @@ PACK_FLOPS = {
     True: 12.0,
     False: 100.0,
 }  # of the peak rate, per patch element: neighbours? gathered?
+TILE_CYCLES = 100.0  # around the products of a tile and chunk: with 9 products they take 3/4
 
 
 def work(problem: ConvolutionProblem, target: Target) -> float:
@@ -155,7 +156,10 @@ def work(problem: ConvolutionProblem, target: Target) -> float:
     item = itemsize(str(problem.x.dtype))
     step = g.axes[-1].image if plan.lanes_are_pixels and g.axes else g.inner.tensor
     passes = -(-plan.filter_panels // plan.split)
-    return depth * (2.0 * pixels * outer + (pixels * passes + outer) * PACK_FLOPS[step == item])
+    tiles = len(g.phases) * g.groups * plan.pixel_panels * plan.filter_panels * plan.chunks
+    around = tiles * TILE_CYCLES * 4 * plan.tile.lanes  # two multiply-adds a cycle
+    packing = (pixels * passes + outer) * PACK_FLOPS[step == item]
+    return around + depth * (2.0 * pixels * outer + packing)
 
 
 class ImageProduct:

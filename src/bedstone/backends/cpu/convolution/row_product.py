@@ -124,14 +124,14 @@ class RowProduct:
     def _turn(
         self, tap: IntLike, left: IntLike, column: IntLike, run: IntLike, first: IntLike
     ) -> None:
-        """The inner channels of a tap for one vector of outer ones. Past the last of those it
-        is repeated: nobody stores what comes of it."""
+        """The inner channels of a tap for one vector of outer ones. In place of one past the
+        last, the last is read (`left` may be negative): nobody stores what comes of it."""
         k, plan, v = self.k, self.plan, self.view
         with k.loop(0, v.inner, plan.lanes) as c:
             mask = k.first_lanes(v.inner - c, plan.lanes)
             loaded = []
             for r in range(plan.lanes):
-                at = tap + k.max(k.min(r, left - 1), 0) * v.outer_filter + c * self.item
+                at = tap + k.min(r, left - 1) * v.outer_filter + c * self.item
                 loaded.append(k.load(at, self.dtype, plan.lanes, mask=mask))
             for r, value in enumerate(transposed(k, loaded)):
                 with k.if_(k.as_int(c) + r < v.inner):
