@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from bedstone.frameworks.caffe import wire
 from bedstone.spec.errors import InvalidDescriptor
 
 
@@ -78,12 +79,10 @@ class Blob:
         """A BlobProto of the data and, if asked for, the gradient."""
         from bedstone.frameworks.caffe import schema
 
-        proto = schema.BlobProto()
-        proto.shape.dim.extend(self.shape)
-        proto.data.extend(self.data.reshape(-1))
-        if write_diff:
-            proto.diff.extend(self.diff.reshape(-1))
-        return proto
+        arrays = [self.data, self.diff] if write_diff else [self.data]
+        # (Encoded and parsed: a repeated field takes elements one by one, its encoding whole.)
+        parts = wire.blob_parts(arrays, self.shape)
+        return schema.BlobProto.FromString(b"".join(bytes(part) for part in parts))
 
 
 def array_of(proto: Any) -> np.ndarray:
@@ -91,13 +90,5 @@ def array_of(proto: Any) -> np.ndarray:
 
     Raises InvalidDescriptor where shape and number of elements disagree.
     """
-    values = np.asarray(proto.data or proto.double_data, np.float32)
-    if proto.HasField("shape"):
-        shape = tuple(proto.shape.dim)
-    else:
-        shape = (proto.num, proto.channels, proto.height, proto.width)
-        if not any(proto.HasField(n) for n in ("num", "channels", "height", "width")):
-            shape = values.shape
-    if math.prod(shape) != values.size:
-        raise InvalidDescriptor("blob", f"{values.size} elements", f"the shape {shape}'s")
-    return values.reshape(shape)
+    encoded = proto.SerializeToString()
+    return wire.Reader(encoded, "blob").blob(0, len(encoded)).array()

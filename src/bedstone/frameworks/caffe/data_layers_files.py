@@ -34,14 +34,11 @@ class SourceLayer(DataLayer):
     def setup(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         # A seed of its own, so that what one layer draws does not depend on the others.
         seed = int(self.net.rng.integers(SEED_LIMIT))
-        try:
-            self._source = Prefetcher(self.source(seed, len(top)))
-            # The shapes of the tops are those of a first batch, which is not used up.
-            start = self._source.state()
-            self._give(self._source.source.next_batch(), top)
-            self._source.restore(start)
-        except InvalidDescriptor as error:
-            raise self.wrong(error.argument, error.value, error.expected) from None
+        self._source = Prefetcher(self.source(seed, len(top)))
+        # The shapes of the tops are those of a first batch, which is not used up.
+        start = self._source.state()
+        self._give(self._source.source.next_batch(), top)
+        self._source.restore(start)
 
     def source(self, seed: int, tops: int) -> Source:
         """The source of the batches."""
@@ -54,10 +51,7 @@ class SourceLayer(DataLayer):
             blob.data[...] = array
 
     def forward(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
-        try:
-            self._give(self._source.next_batch(), top)
-        except InvalidDescriptor as error:
-            raise self.wrong(error.argument, error.value, error.expected) from None
+        self._give(self._source.next_batch(), top)
 
     def state(self) -> dict[str, Any]:
         return self._source.state()

@@ -13,7 +13,7 @@ import numpy as np
 from google.protobuf import text_format
 from google.protobuf.message import DecodeError
 
-from bedstone.frameworks.caffe import schema, upgrade
+from bedstone.frameworks.caffe import schema, text_places, upgrade, wire
 from bedstone.frameworks.caffe.blob import array_of
 from bedstone.spec.errors import InvalidDescriptor
 
@@ -29,11 +29,16 @@ def parse_text(text: str, kind: Any, name: str = "text") -> Any:
     except text_format.ParseError as error:
         place = _PLACE.match(str(error))
         where = f"{name}:{place.group(1)}" if place else name
-        line = text.splitlines()[int(place.group(1)) - 1].strip() if place else ""
+        number = int(place.group(1)) if place else 0
+        lines = text.splitlines()
+        line = lines[number - 1].strip() if 0 < number <= len(lines) else ""
         what = place.group(3).strip() if place else str(error)
+        layer = text_places.layer_at(text, number)
+        where += f": layer {layer}" if layer else ""
         raise InvalidDescriptor(
             where, line, f"{kind.DESCRIPTOR.name} in prototxt ({what})"
         ) from None
+    text_places.mark(message, text, name)
     return message
 
 
@@ -44,9 +49,13 @@ def read_text(path: str | Path, kind: Any) -> Any:
 
 def read_binary(path: str | Path, kind: Any) -> Any:
     """A message of class `kind` from a binary file."""
+    return _parsed(_content(path), kind, path)
+
+
+def _parsed(content: bytes, kind: Any, path: str | Path) -> Any:
     message = kind()
     try:
-        message.ParseFromString(_content(path))
+        message.ParseFromString(content)
     except DecodeError:
         expected = f"a whole {kind.DESCRIPTOR.name} file; this one is cut short or another kind"
         raise InvalidDescriptor("file", str(path), expected) from None
@@ -55,9 +64,12 @@ def read_binary(path: str | Path, kind: Any) -> Any:
 
 def read_net(path: str | Path) -> Any:
     """A NetParameter from a file, text or binary by its name, in today's form whatever the age of
-    the file."""
-    read = read_binary if Path(path).suffix in BINARY else read_text
-    return upgrade.upgrade_net(read(path, schema.NetParameter), str(path))
+    the file. A binary file's weights are left in it (`wire.read_weights`)."""
+    if Path(path).suffix in BINARY:
+        net = _parsed(wire.read_structure(_existing(path)), schema.NetParameter, path)
+    else:
+        net = read_text(path, schema.NetParameter)
+    return upgrade.upgrade_net(net, str(path))
 
 
 def read_mean(path: str | Path) -> np.ndarray:
@@ -68,6 +80,12 @@ def read_mean(path: str | Path) -> np.ndarray:
     if mean.ndim != 3:
         raise InvalidDescriptor("mean_file", f"{path}, {mean.shape}", "one image: (C, H, W)")
     return mean
+
+
+def _existing(path: str | Path) -> Path:
+    if not Path(path).is_file():
+        raise InvalidDescriptor("file", str(path), "a file to read")
+    return Path(path)
 
 
 def _content(path: str | Path) -> bytes:

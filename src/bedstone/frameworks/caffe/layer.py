@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,24 @@ import numpy as np
 from bedstone import TensorDesc
 from bedstone.frameworks.caffe.blob import Blob
 from bedstone.spec.errors import InvalidDescriptor
+
+
+def wrong(param: Any, field: str, value: object, expected: str) -> InvalidDescriptor:
+    """The error to raise for a field of a layer's message; names file and line where it has
+    them."""
+    place = f"{param.bedstone_place}: " if param.bedstone_place else ""
+    return InvalidDescriptor(f"{place}layer {param.name}: {field}", value, expected)
+
+
+@contextmanager
+def naming(param: Any) -> Iterator[None]:
+    """Errors from within name the layer and its place, also those of what it calls."""
+    try:
+        yield
+    except InvalidDescriptor as error:
+        if f"layer {param.name}: " in error.argument:
+            raise
+        raise wrong(param, error.argument, error.value, error.expected) from None
 
 
 class Layer:
@@ -52,7 +71,7 @@ class Layer:
 
     def wrong(self, field: str, value: object, expected: str) -> InvalidDescriptor:
         """The error to raise for one of the layer's parameters or bottoms."""
-        return InvalidDescriptor(f"layer {self.name}: {field}", value, expected)
+        return wrong(self.param, field, value, expected)
 
     def check_counts(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         """Raises InvalidDescriptor where there are too few or too many bottoms or tops, or a top is

@@ -18,12 +18,13 @@ from bedstone.frameworks.caffe import io, schema, upgrade, wire
 from bedstone.frameworks.caffe.blob import Blob, array_of
 from bedstone.frameworks.caffe.engines import Engines
 from bedstone.frameworks.caffe.hdf5_files import hdf5_file
-from bedstone.frameworks.caffe.layer import Layer
+from bedstone.frameworks.caffe.layer import Layer, naming, wrong
 from bedstone.frameworks.caffe.registry import layer_class
 from bedstone.spec.errors import InvalidDescriptor
 
 PHASES = ("TRAIN", "TEST")
 DTYPES = ("float32", "float64")
+MULTIPLIERS = ("lr_mult", "decay_mult")  # of a parameter's learning rate and weight decay
 ENGINES = (None, "DEFAULT", "CAFFE", "CUDNN")
 
 
@@ -58,6 +59,8 @@ class Net:
             raise InvalidDescriptor("engine", engine, f"one of {ENGINES}")
         if isinstance(param, (str, Path)):
             read = io.read_net(param)
+            if weights is None and Path(param).suffix in io.BINARY:
+                weights = param
         else:
             read = schema.NetParameter()
             read.CopyFrom(param)
@@ -97,21 +100,22 @@ class Net:
         gradient: dict[str, bool] = {}
         for param in self.param.layer:
             param.phase = PHASES.index(self.phase)
-            layer = layer_class(param.type, param.name)(param, self)
+            layer = layer_class(param)(param, self)
             bottom = []
             for name in param.bottom:
                 if name not in available:
                     expected = (
                         f"the top of a layer before it ({', '.join(available) or 'none yet'})"
                     )
-                    raise InvalidDescriptor(f"layer {param.name}: bottom", name, expected)
+                    raise wrong(param, "bottom", name, expected)
                 available.pop(name)
                 bottom.append(self.blobs[name])
             top = self._tops_of(param, layer, available, gradient)
-            layer.check_counts(bottom, top)
-            layer.setup(bottom, top)
-            self._place(layer, param)
-            layer.prepare(bottom, top)
+            with naming(param):
+                layer.check_counts(bottom, top)
+                layer.setup(bottom, top)
+                self._place(layer, param)
+                layer.prepare(bottom, top)
             self._weigh(layer, param, top)
             self._decide(layer, param, bottom, gradient)
             self.layers.append(layer)
@@ -129,7 +133,7 @@ class Net:
             in_place = i < len(param.bottom) and param.bottom[i] == name
             if name in self.blobs and not in_place:
                 expected = "a name of its own, or that of the layer's bottom of the same number"
-                raise InvalidDescriptor(f"layer {param.name}: top", name, expected)
+                raise wrong(param, "top", name, expected)
             if not in_place:
                 self.blobs[name] = Blob(dtype=self.dtype)
                 gradient[name] = False
@@ -146,7 +150,9 @@ class Net:
             if len(param.blobs) != len(layer.blobs):
                 raise layer.wrong("blobs", len(param.blobs), f"{len(layer.blobs)} of them")
             for blob, proto in zip(layer.blobs, param.blobs):
-                _assign(layer.name, blob, array_of(proto))
+                array = array_of(proto)
+                self._check_shape(layer.name, blob, array, param=param)
+                wire.copy_into(array, blob.data)
             del param.blobs[:]
 
     def _weigh(self, layer: Layer, param: Any, top: list[Blob]) -> None:
@@ -171,12 +177,14 @@ class Net:
         if len(param.param) > len(layer.blobs):
             raise layer.wrong("param", len(param.param), f"at most {len(layer.blobs)} of them")
         layer.param_propagate = [spec is None or spec.lr_mult != 0 for spec in specs]
-        needs = [
-            (given[i] if given else True)
-            and (gradient[name] or self.param.force_backward)
-            and i not in layer.no_gradient
-            for i, name in enumerate(param.bottom)
-        ]
+        needs = given or [gradient[name] for name in param.bottom]
+        if self.param.force_backward:
+            needs = [True] * count
+            layer.param_propagate = [True] * len(layer.blobs)
+        for i in layer.no_gradient:
+            if given and i < count and given[i]:
+                raise layer.wrong("propagate_down", given, f"false for bottom {i}, of no gradient")
+        needs = [need and i not in layer.no_gradient for i, need in enumerate(needs)]
         runs = any(needs) or any(layer.param_propagate)
         for name in param.top:
             gradient[name] = runs and layer.type not in NO_FLOW
@@ -184,22 +192,31 @@ class Net:
         self._runs_backward.append(runs)
 
     def _prune(self) -> None:
-        """Layers that no loss depends on run no backward pass."""
-        under: set[int] = set()
+        """Layers that no loss depends on run no backward pass; nor do those to whose tops no
+        gradient is propagated down."""
+        under: set[str] = set()  # blobs that a loss depends on
+        cut: set[str] = set()  # blobs whose reader hands no gradient down
         for i in range(len(self.layers) - 1, -1, -1):
-            tops = self.tops[i]
-            if any(self.layers[i].loss_weights) or any(id(top) in under for top in tops):
-                under.update(id(blob) for blob in self.bottoms[i])
-                under.update(id(top) for top in tops)
-            else:
+            layer = self.layers[i]
+            bottoms, tops = layer.param.bottom, layer.param.top
+            is_loss = any(layer.loss_weights)
+            contributes = is_loss or any(top in under for top in tops)
+            reached = is_loss or any(top not in cut for top in tops)
+            if not contributes or not reached:
                 self._runs_backward[i] = False
-                self._needs[i] = [False] * len(self._needs[i])
+                self._needs[i] = [False] * len(bottoms)
+            if contributes:
+                under.update(bottoms)
+            # (A layer in place has the last word on its blob: it comes first here.)
+            for name, need in zip(bottoms, self._needs[i]):
+                cut.discard(name) if need else cut.add(name)
 
     def _collect_parameters(self) -> None:
         self.params: dict[str, list[Blob]] = {}
         self.learnable_params: list[Blob] = []
         self.params_lr: list[float] = []
         self.params_weight_decay: list[float] = []
+        self._given: list[set[str]] = []  # by parameter: which of its multipliers a layer has set
         owners: dict[str, tuple[Layer, int, int]] = {}
         for layer in self.layers:
             for i, blob in enumerate(layer.blobs):
@@ -212,6 +229,7 @@ class Net:
                 self.learnable_params.append(blob)
                 self.params_lr.append(spec.lr_mult)
                 self.params_weight_decay.append(spec.decay_mult)
+                self._given.append({f for f in MULTIPLIERS if spec.HasField(f)})
             if layer.blobs:
                 self.params[layer.name] = layer.blobs
 
@@ -222,8 +240,13 @@ class Net:
         if not fits:
             expected = f"the shape {blob.shape} of its owner, layer {owner.name}"
             raise layer.wrong(f"shared parameter {spec.name}", mine.shape, expected)
-        for field, kept in (("lr_mult", self.params_lr), ("decay_mult", self.params_weight_decay)):
-            if spec.HasField(field) and getattr(spec, field) != kept[number]:
+        for field, kept in zip(MULTIPLIERS, (self.params_lr, self.params_weight_decay)):
+            if not spec.HasField(field):
+                continue
+            if field not in self._given[number]:  # the first that sets one sets it for all
+                self._given[number].add(field)
+                kept[number] = getattr(spec, field)
+            if getattr(spec, field) != kept[number]:
                 expected = f"{kept[number]:g}, as its owner, layer {owner.name}"
                 raise layer.wrong(f"shared parameter {spec.name}: {field}",
                                   getattr(spec, field), expected)  # fmt: skip
@@ -254,8 +277,9 @@ class Net:
     def forward_layer(self, i: int) -> float:
         """Run layer i; returns its part of the loss."""
         layer, bottom, top = self.layers[i], self.bottoms[i], self.tops[i]
-        layer.prepare(bottom, top)
-        layer.forward(bottom, top)
+        with naming(layer.param):
+            layer.prepare(bottom, top)
+            layer.forward(bottom, top)
         return sum(
             weight * float(blob.data.sum())
             for weight, blob in zip(layer.loss_weights, top)
@@ -292,8 +316,9 @@ class Net:
         if isinstance(source, (str, Path)):
             hdf5 = str(source).endswith(".h5")
             found = _read_hdf5(source) if hdf5 else wire.read_weights(source)
+            where = f"{source}: "
         else:
-            net = schema.NetParameter()
+            where, net = "", schema.NetParameter()
             net.CopyFrom(source)
             net = upgrade.upgrade_net(net)
             found = [(each.name, [array_of(b) for b in each.blobs]) for each in net.layer]
@@ -304,28 +329,51 @@ class Net:
                 continue
             if len(arrays) != len(blobs):
                 expected = f"{len(blobs)}, as in the network"
-                raise InvalidDescriptor(f"layer {name}: number of blobs", len(arrays), expected)
+                raise InvalidDescriptor(
+                    f"{where}layer {name}: number of blobs", len(arrays), expected
+                )
             pairs += [(name, blob, array) for blob, array in zip(blobs, arrays)]
         for name, blob, array in pairs:
-            _check_shape(name, blob, array)
-        for name, blob, array in pairs:
-            _assign(name, blob, array)
+            self._check_shape(name, blob, array, where)
+        for _, blob, array in pairs:
+            wire.copy_into(array, blob.data)
 
     def share_trained_layers_with(self, other: Net) -> None:
         """Show the other network's parameters, by layer name, as this one's own."""
         for name, blobs in self.params.items():
             for blob, theirs in zip(blobs, other.params.get(name, ())):
-                _check_shape(name, blob, theirs.data)
+                self._check_shape(name, blob, theirs.data)
                 blob.share_data(theirs)
+
+    def _check_shape(
+        self, name: str, blob: Blob, array: Any, where: str = "", param: Any = None
+    ) -> None:
+        """Raises InvalidDescriptor unless an array's extents are a blob's; `where` names its
+        file."""
+        if _bare(blob.shape) == _bare(array.shape):
+            return
+        if param is None:
+            param = next(layer.param for layer in self.layers if layer.name == name)
+        place = f" ({param.bedstone_place})" if param.bedstone_place else ""
+        expected = f"{blob.shape}, as in the network{place}"
+        raise InvalidDescriptor(f"{where}layer {name}: shape of a blob", array.shape, expected)
 
     def to_proto(self, write_diff: bool = False) -> Any:
         """A NetParameter with the layers and their parameters."""
         net = schema.NetParameter(name=self.name)
         for layer in self.layers:
             copy = net.layer.add()
-            copy.CopyFrom(layer.param)
+            copy.CopyFrom(self.layer_proto(layer))
             copy.blobs.extend(blob.to_proto(write_diff) for blob in layer.blobs)
         return net
+
+    @staticmethod
+    def layer_proto(layer: Layer) -> Any:
+        """A layer's message without its blobs, as it goes into files."""
+        copy = schema.LayerParameter()
+        copy.CopyFrom(layer.param)
+        copy.ClearField("bedstone_place")
+        return copy
 
     @property
     def held_bytes(self) -> int:
@@ -339,22 +387,11 @@ class Net:
 NO_FLOW = ("Accuracy", "ArgMax", "Silence")
 
 
-def _check_shape(name: str, blob: Blob, array: np.ndarray) -> None:
-    """Same extents, but for leading ones (files of four extents hold vectors as 1 x 1 x 1 x N)."""
-
-    def bare(shape: tuple[int, ...]) -> tuple[int, ...]:
-        while shape and shape[0] == 1:
-            shape = shape[1:]
-        return shape
-
-    if bare(blob.shape) != bare(array.shape):
-        expected = f"{blob.shape}, as in the network"
-        raise InvalidDescriptor(f"layer {name}: shape of a blob", array.shape, expected)
-
-
-def _assign(name: str, blob: Blob, array: np.ndarray) -> None:
-    _check_shape(name, blob, array)
-    blob.data[...] = array.reshape(blob.shape)
+def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without leading ones: files of four extents hold vectors as 1 x 1 x 1 x N."""
+    while shape and shape[0] == 1:
+        shape = shape[1:]
+    return shape
 
 
 def _read_hdf5(path: str | Path) -> list[tuple[str, list[np.ndarray]]]:
@@ -373,7 +410,7 @@ def included(net: Any, state: Any) -> list[Any]:
     found = []
     for layer in net.layer:
         if layer.include and layer.exclude:
-            raise InvalidDescriptor(f"layer {layer.name}", "include and exclude", "one of the two")
+            raise wrong(layer, "rules", "include and exclude", "one of the two")
         if layer.include:
             keep = any(_meets(rule, state) for rule in layer.include)
         else:
@@ -404,7 +441,7 @@ def insert_splits(layers: Sequence[Any]) -> list[Any]:
         for b, name in enumerate(layer.bottom):
             if name not in version:
                 expected = "the top of a layer before it"
-                raise InvalidDescriptor(f"layer {layer.name}: bottom", name, expected)
+                raise wrong(layer, "bottom", name, expected)
             source[i, b] = version[name]
             readers[version[name]] += 1
         for t, name in enumerate(layer.top):

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from bedstone.spec.errors import InvalidDescriptor
+from bedstone.frameworks.caffe.layer import wrong
 
 # The modules that register layers; a new kind of layer is a class in one of them, or a new one.
 MODULES = (
@@ -39,12 +39,12 @@ def layer_types() -> tuple[str, ...]:
     return tuple(sorted(_classes))
 
 
-def layer_class(name: str, layer: str) -> Any:
-    """The class of a layer type; `layer` is named in the error."""
+def layer_class(param: Any) -> Any:
+    """The class of a layer's type."""
     _load()
-    if name not in _classes:
-        raise InvalidDescriptor(f"layer {layer}: type", name, f"one of {', '.join(layer_types())}")
-    return _classes[name]
+    if param.type not in _classes:
+        raise wrong(param, "type", param.type, f"one of {', '.join(layer_types())}")
+    return _classes[param.type]
 
 
 def _load() -> None:

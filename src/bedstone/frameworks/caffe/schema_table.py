@@ -3,8 +3,8 @@
 One block a message, fields apart by `;` as `name number type[*][= default]`, where `*` means
 repeated (`*packed`: packed on the wire) and `!` required. `enum Name A=0 B=1` declares an
 enumeration inside the message before its fields use it. Names and numbers are facts of the file
-format, proto2, of BVLC/caffe, but for SolverState's bedstone_state, which is ours and which Caffe
-skips. `schema.py` turns the table into message classes.
+format, proto2, of BVLC/caffe, but for those that begin with bedstone_, which are ours and which
+Caffe skips (bedstone_place is in no file). `schema.py` turns the table into message classes.
 """
 
 ENUMS = """
@@ -55,6 +55,7 @@ SolverParameter: enum SnapshotFormat HDF5=0 BINARYPROTO=1; enum SolverMode CPU=0
 SolverState: iter 1 int32; learned_net 2 string; history 3 BlobProto*; current_step 4 int32=0;
   bedstone_state 1000 bytes
 LayerParameter: name 1 string; type 2 string; bottom 3 string*; top 4 string*;
+  bedstone_place 1000 string;
   loss_weight 5 float*; param 6 ParamSpec*; blobs 7 BlobProto*; include 8 NetStateRule*;
   exclude 9 NetStateRule*; phase 10 Phase; propagate_down 11 bool*;
   transform_param 100 TransformationParameter; loss_param 101 LossParameter;
@@ -175,6 +176,7 @@ V1LayerParameter: enum LayerType NONE=0 ACCURACY=1 BNLL=2 CONCAT=3 CONVOLUTION=4
   SIGMOID_CROSS_ENTROPY_LOSS=27 HINGE_LOSS=28 MEMORY_DATA=29 ARGMAX=30 THRESHOLD=31 DUMMY_DATA=32
   SLICE=33 MVN=34 ABSVAL=35 SILENCE=36 CONTRASTIVE_LOSS=37 EXP=38 DECONVOLUTION=39;
   enum DimCheckMode STRICT=0 PERMISSIVE=1;
+  bedstone_place 1000 string;
   layer 1 V0LayerParameter; bottom 2 string*; top 3 string*; name 4 string; type 5 LayerType;
   blobs 6 BlobProto*; blobs_lr 7 float*; weight_decay 8 float*; concat_param 9 ConcatParameter;
   convolution_param 10 ConvolutionParameter; data_param 11 DataParameter;

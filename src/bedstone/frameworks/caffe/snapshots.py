@@ -119,8 +119,10 @@ def _write_state_hdf5(
             group[str(number)] = array
 
 
-def read_state(path: str | Path) -> tuple[int, str, list[np.ndarray], dict[str, Any] | None]:
+def read_state(path: str | Path) -> tuple[int, str, list[Any], dict[str, Any] | None]:
     """(iteration, the weights' file, histories, our own state or None if another program wrote it)
+
+    Histories are arrays, or still in the file (`wire.copy_into`).
 
     Raises InvalidDescriptor where the file is missing, cut short or no solver state.
     """
@@ -135,16 +137,15 @@ def read_state(path: str | Path) -> tuple[int, str, list[np.ndarray], dict[str, 
         raise InvalidDescriptor("snapshot", str(path), expected) from None
 
 
-def _read_protobuf(path: Path) -> tuple[int, str, list[np.ndarray], bytes]:
-    content = path.read_bytes()
-    reader = wire.Reader(content, str(path))
+def _read_protobuf(path: Path) -> tuple[int, str, list[wire.Stored], bytes]:
+    reader = wire.Reader.of(path)
     history, small = [], schema.SolverState()
     start = 0
-    for number, _, at, end in reader.fields(0, len(content)):
+    for number, _, at, end in reader.fields(0, len(reader.buffer)):
         if number == HISTORY:
-            history.append(reader.blob(at, end).astype(np.float32))
+            history.append(reader.blob(at, end))
         else:
-            small.MergeFromString(content[start:end])
+            small.MergeFromString(bytes(reader.buffer[start:end]))
         start = end
     return small.iter, small.learned_net, history, small.bedstone_state
 
@@ -156,7 +157,7 @@ def _read_hdf5(path: Path) -> tuple[int, str, list[np.ndarray], bytes]:
             expected = f"a solver state: no {', '.join(sorted(missing))} in it"
             raise InvalidDescriptor("snapshot", str(path), expected)
         group = file["history"]
-        history = [np.asarray(group[str(i)], np.float32) for i in range(len(group))]
+        history = [np.asarray(group[str(i)]) for i in range(len(group))]
         learned = file["learned_net"][()] if "learned_net" in file else b""
         kept = bytes(np.asarray(file[OURS], np.uint8)) if OURS in file else b""
         return int(np.asarray(file["iter"]).reshape(-1)[0]), _text(learned), history, kept

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from bedstone.frameworks.caffe import snapshots, solvers_log, solvers_rules
+from bedstone.frameworks.caffe import snapshots, solvers_log, solvers_rules, wire
 from bedstone.frameworks.caffe.net import Net
 from bedstone.frameworks.caffe.solvers_log import Log, Pace, number
 from bedstone.frameworks.caffe.solvers_param import check, nets_of, read_solver
@@ -32,23 +32,27 @@ class Solver:
 
     param   a SolverParameter, or the path of a solver's .prototxt
     engine  the engine of layers that name none (as for Net)
+    dtype   of the networks: float32 or float64
     log     where messages go; by default nowhere but warnings
     Attributes: net, test_nets, iter, lr, param, loss (smoothed over average_loss iterations).
     """
 
-    def __init__(self, param: Any, *, engine: str | None = None, log: Log | None = None) -> None:
+    def __init__(
+        self, param: Any, *, engine: str | None = None, log: Log | None = None,
+        dtype: str = "float32",
+    ) -> None:  # fmt: skip
         self.param, self._folder = read_solver(param)
         self.rule, self.policy = check(self.param)
         self.log = log or Log(quiet=True)
         if self.param.HasField("solver_mode") and self.param.solver_mode == self.param.GPU:
             self.log.warning("solver_mode: GPU: Caffe networks run on the CPU here")
         train, tests = nets_of(self.param, self._folder)
-        self.net: Net = train.build(engine)
+        self.net: Net = train.build(engine, dtype)
         self.log.info(f"Creating training net from {train.origin}")
         self.test_nets: list[Net] = []
         for number_, test in enumerate(tests):
             self.log.info(f"Creating test net (#{number_}) from {test.origin}")
-            self.test_nets.append(test.build(engine))
+            self.test_nets.append(test.build(engine, dtype))
             self.test_nets[-1].share_trained_layers_with(self.net)
         self.iter, self.loss = 0, 0.0
         self._losses: list[float] = []
@@ -255,7 +259,9 @@ class Solver:
             self.net.copy_trained_layers_from(str(_beside(learned_net, path)))
             for net in self.test_nets:
                 net.share_trained_layers_with(self.net)
-        self.iter, self.history = iteration, history
+        for stored, mine in zip(history, self.history):
+            wire.copy_into(stored, mine)
+        self.iter = iteration
         if ours is None:
             self.log.warning(
                 "the snapshot has no data positions: the data start from the beginning"

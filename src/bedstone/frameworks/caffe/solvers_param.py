@@ -23,10 +23,10 @@ class NetSource:
     stages: tuple[str, ...]
     seed: int | None
 
-    def build(self, engine: str | None) -> Net:
+    def build(self, engine: str | None, dtype: str) -> Net:
         return Net(
             self.param, self.phase, engine=engine, level=self.level, stages=self.stages,
-            seed=self.seed,
+            seed=self.seed, dtype=dtype,
         )  # fmt: skip
 
 

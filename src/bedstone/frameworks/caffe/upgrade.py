@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bedstone.frameworks.caffe import schema
+from bedstone.frameworks.caffe.layer import wrong
 from bedstone.spec.errors import InvalidDescriptor
 
 # V1's enumeration of layer types -> names of today. The rest: words joined in capitals.
@@ -56,7 +57,7 @@ def upgrade_net(net: Any, name: str = "network") -> Any:
         for old in net.layers:
             new = net.layer.add()
             if old.HasField("layer"):
-                _from_v0(old, new, name)
+                _from_v0(old, new)
             else:
                 _from_v1(old, new)
         del net.layers[:]
@@ -70,7 +71,7 @@ def upgrade_net(net: Any, name: str = "network") -> Any:
 
 def _from_v1(old: Any, new: Any) -> None:
     kind = schema.enum_name(old, "type")
-    new.name = old.name
+    new.name, new.bedstone_place = old.name, old.bedstone_place
     new.type = V1_TYPES.get(kind, "".join(word.capitalize() for word in kind.split("_")))
     for field in ("bottom", "top", "loss_weight", "blobs", "include", "exclude"):
         getattr(new, field).extend(getattr(old, field))
@@ -97,11 +98,11 @@ def _rates(old: Any, new: Any) -> None:
         _spec(new, i).decay_mult = decay
 
 
-def _from_v0(connection: Any, new: Any, name: str) -> None:
+def _from_v0(connection: Any, new: Any) -> None:
     old = connection.layer
+    new.name, new.bedstone_place = old.name, connection.bedstone_place
     if old.type not in V0_TYPES and old.type != "padding":
-        raise InvalidDescriptor(f"{name}, layer {old.name}: type", old.type, "a layer type of V0")
-    new.name = old.name
+        raise wrong(new, "type", old.type, "a layer type of V0")
     new.type, message = V0_TYPES.get(old.type, ("Padding", "convolution_param"))
     new.bottom.extend(connection.bottom)
     new.top.extend(connection.top)
@@ -111,15 +112,15 @@ def _from_v0(connection: Any, new: Any, name: str) -> None:
         if field.name in V0_TRANSFORM:
             setattr(new.transform_param, V0_TRANSFORM[field.name], value)
         elif field.name in V0_FIELDS and message:
-            _set(getattr(new, message), V0_FIELDS[field.name][0], value, name, old.name)
+            _set(getattr(new, message), V0_FIELDS[field.name][0], value, new)
         elif field.name == "hdf5_output_param":
             new.hdf5_output_param.CopyFrom(value)
 
 
-def _set(message: Any, field: str, value: Any, name: str, layer: str) -> None:
+def _set(message: Any, field: str, value: Any, layer: Any) -> None:
     descriptor = message.DESCRIPTOR.fields_by_name.get(field)
     if descriptor is None:
-        raise InvalidDescriptor(f"{name}, layer {layer}: {field}", value, "no such field here")
+        raise wrong(layer, field, value, f"no such field in {message.DESCRIPTOR.name}")
     current = getattr(message, field)
     if hasattr(current, "CopyFrom"):
         current.CopyFrom(value)
