@@ -25,6 +25,7 @@ from bedstone.backends.cpu.convolution.image_product import (
     FEW_CHANNELS,
     FILTER_BYTES_MAX,
     TASKS_WANTED,
+    TILE_CYCLES,
     even_pieces,
 )
 from bedstone.backends.cpu.kernel import ENTRY
@@ -190,6 +191,8 @@ def work(problem: ConvolutionProblem, target: Target) -> float:
     tasks = plan.image_blocks * plan.channel_blocks * problem.conv.groups
     dy = PACK_FLOPS * (1 if min(problem.y.strides[1], problem.y.strides[-1]) == 1 else 5)
     each = computed * (rows * (2.0 * depth + SCATTER_FLOPS) + depth * dy)
+    tiles = computed // plan.dy_panel_width * plan.filter_panels * -(-depth // DEPTH)
+    each += tiles * TILE_CYCLES * 4 * plan.tile.lanes  # two multiply-adds a cycle
     return tasks * each + problem.w.size * 5 * PACK_FLOPS
 
 

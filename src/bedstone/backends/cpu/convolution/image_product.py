@@ -156,7 +156,8 @@ def work(problem: ConvolutionProblem, target: Target) -> float:
     item = itemsize(str(problem.x.dtype))
     step = g.axes[-1].image if plan.lanes_are_pixels and g.axes else g.inner.tensor
     passes = -(-plan.filter_panels // plan.split)
-    tiles = len(g.phases) * g.groups * plan.pixel_panels * plan.filter_panels * plan.chunks
+    phases = sum(1 for phase in g.phases if phase.taps)
+    tiles = phases * g.groups * plan.pixel_panels * plan.filter_panels * plan.chunks
     around = tiles * TILE_CYCLES * 4 * plan.tile.lanes  # two multiply-adds a cycle
     packing = (pixels * passes + outer) * PACK_FLOPS[step == item]
     return around + depth * (2.0 * pixels * outer + packing)
