@@ -12,6 +12,7 @@ from bedstone.backends.triton import (
     compile,
     convolution,
     launch,
+    normalization,
     pooling,
     runtime,
     softmax,
@@ -25,7 +26,8 @@ pytestmark = pytest.mark.skipif(runtime.interpreting(), reason="TRITON_INTERPRET
 
 MODULES = {
     "activation": activation, "convolution": convolution,
-    "pooling": pooling, "softmax": softmax, "tensor_ops": tensor_ops,
+    "normalization": normalization, "pooling": pooling, "softmax": softmax,
+    "tensor_ops": tensor_ops,
 }  # fmt: skip
 ARCHITECTURES = ("sm_90", "sm_80", "sm_100", "gfx942")
 
@@ -73,6 +75,11 @@ OTHERS = [
     "softmax forward 4096x1000 float32 axes=1",
     "softmax forward 16x1000000 float64 axes=1 algorithm=log",
     "softmax backward 4096x1000 bfloat16 axes=1",
+    "normalization training 64x128x56x56 bfloat16 kind=batch momentum=0.1 layout=NHWC",
+    "normalization training 4096x1024 float32 kind=layer",
+    "normalization inference 64x128x56x56 float32",
+    "normalization backward 64x128x56x56 float32 kind=batch",
+    "normalization backward 4096x1024 bfloat16 kind=rms",
 ]
 
 

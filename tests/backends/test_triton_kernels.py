@@ -60,6 +60,20 @@ PROBLEMS = [
     ("triton:online", "softmax forward 3x5x4x2 float32 axes=1 layout=NHWC"),
     ("triton:online", "softmax forward 2x17000 float32 axes=1 algorithm=log"),
     ("triton:online", "softmax backward 2x3x4x2 float64 axes=0,2 algorithm=accurate"),
+    ("triton:rows", "normalization training 3x4x5x6 float32 kind=batch momentum=0.1"),
+    ("triton:rows", "normalization training 2x6x3x5 bfloat16 kind=group groups=3 layout=NHWC"),
+    ("triton:rows", "normalization training 5x33 float32 kind=layer x=40,1 y=1,7"),
+    ("triton:rows", "normalization training 4x3x20 float64 kind=rms axis=2 no_scale"),
+    ("triton:rows", "normalization training 3x0x4 float32 kind=batch"),
+    ("triton:rows", "normalization training 0x3x4 float32 kind=batch"),
+    ("triton:rows", "normalization inference 2x5x4x3 float32 parameters=float64"),
+    ("triton:rows", "normalization backward 3x4x5x6 float32 kind=batch layout=NHWC"),
+    ("triton:rows", "normalization backward 2x6x3x5 float32 kind=group groups=2"),
+    ("triton:rows", "normalization backward 7x4x9 float16 kind=layer axis=2 no_shift"),
+    ("triton:rows_split", "normalization training 2x3x60x50 float32 momentum=0.2 biased"),
+    ("triton:rows_split", "normalization training 3x5x40x41 float32 kind=batch layout=NHWC"),
+    ("triton:rows_split", "normalization backward 3x5x40x41 float32 kind=batch layout=NHWC"),
+    ("triton:rows_split", "normalization backward 300x40 float32 kind=layer"),
 ]  # fmt: skip
 # (fill, alpha, beta, placement), as the conformance suite has them but fewer.
 RUNS = [("random", -0.5, 1.0, "middle"), ("special", 1.0, 0.0, "end")]

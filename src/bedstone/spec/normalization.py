@@ -43,6 +43,7 @@ FLOPS_PER_ELEMENT = {"training": 8, "inference": 2, "backward": 12}
 LRN_FLOPS_PER_ELEMENT = 5
 
 STATISTICS = ("mean", "inv_std", "running_mean", "running_var")
+AFFINE = ("scale", "shift", "dscale", "dshift")
 
 
 def check_number(argument: str, value: object, least: float = -math.inf) -> float:
@@ -328,6 +329,55 @@ class NormalizationProblem(Problem):
             "biased" not in fields.flags,
             saved,
         )
+
+
+class View:
+    """How backends walk a problem: its operands over common dims, which are x's, with C of a group
+    normalisation in two. `axes` share statistics, along `shared` a scale is repeated."""
+
+    def __init__(self, problem: NormalizationProblem) -> None:
+        self.norm, self.x = problem.norm, problem.x.dims
+        self.groups = self.norm.kind == "group"
+        self.descs = {o.name: o.desc for o in problem.operands}
+        rank = len(self.x) + self.groups
+        first = {"batch": (0, *range(2, rank)), "group": tuple(range(2, rank))}
+        self.axes = first.get(self.norm.kind, tuple(range(self.norm.axis, rank)))
+        # Where scale and shift are repeated: their gradients sum over these axes.
+        shared = {"batch": self.axes, "group": (0, *range(3, rank))}
+        self.shared = shared.get(self.norm.kind, tuple(range(self.norm.axis)))
+
+    def split(self, values: tuple[int, ...], outer: int, inner: int) -> tuple[int, ...]:
+        """Values of x's axes with axis 1 replaced by two (group normalisation)."""
+        return (values[0], outer, inner, *values[2:]) if self.groups else values
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The common dims."""
+        g = self.norm.groups
+        return self.split(self.x, g, self.x[1] // g if self.groups else 0)
+
+    def desc(self, name: str) -> TensorDesc:
+        """An operand over the common dims, with strides of 0 where it is repeated."""
+        desc, dims = self.descs[name], self.dims
+        if name in ("x", "y", "dx", "dy"):
+            c = desc.strides[1] if self.groups else 0
+            per_group = dims[2] if self.groups else 0
+            return TensorDesc(dims, self.split(desc.strides, c * per_group, c), desc.dtype)
+        there = self.parameters if name in AFFINE else self.statistics
+        strides, step = [0] * len(dims), 1
+        for axis in reversed(there):
+            strides[axis], step = step, step * dims[axis]
+        return TensorDesc(dims, tuple(strides), desc.dtype)
+
+    @property
+    def parameters(self) -> tuple[int, ...]:
+        """The axes that scale and shift have."""
+        return tuple(a for a in range(len(self.dims)) if a not in self.shared)
+
+    @property
+    def statistics(self) -> tuple[int, ...]:
+        """The axes that mean and inv_std have."""
+        return tuple(a for a in range(len(self.dims)) if a not in self.axes)
 
 
 @dataclass(frozen=True)

@@ -23,61 +23,11 @@ from bedstone.backends.cpu.target import Target
 from bedstone.backends.cpu.tasks import Output
 from bedstone.backends.cpu.values import Float, IntLike
 from bedstone.plan.device import Device
-from bedstone.spec.normalization import NormalizationProblem
+from bedstone.spec.normalization import NormalizationProblem, View
 from bedstone.spec.problem import Problem
 from bedstone.spec.tensor import MAX_RANK, TensorDesc
 
 PASSES_WAITED_FOR = 1.5  # time model: reductions read their operands again from a cache
-
-
-class View:
-    """The operands of a problem over common dims: x's, with C of a group normalisation in two."""
-
-    def __init__(self, problem: NormalizationProblem) -> None:
-        self.norm, self.x = problem.norm, problem.x.dims
-        self.groups = self.norm.kind == "group"
-        self.descs = {o.name: o.desc for o in problem.operands}
-        rank = len(self.x) + self.groups
-        first = {"batch": (0, *range(2, rank)), "group": tuple(range(2, rank))}
-        self.axes = first.get(self.norm.kind, tuple(range(self.norm.axis, rank)))
-        # Where scale and shift are repeated: their gradients sum over these axes.
-        shared = {"batch": self.axes, "group": (0, *range(3, rank))}
-        self.shared = shared.get(self.norm.kind, tuple(range(self.norm.axis)))
-
-    def split(self, values: tuple[int, ...], outer: int, inner: int) -> tuple[int, ...]:
-        """Values of x's axes with axis 1 replaced by two (group normalisation)."""
-        return (values[0], outer, inner, *values[2:]) if self.groups else values
-
-    @property
-    def dims(self) -> tuple[int, ...]:
-        """The common dims."""
-        g = self.norm.groups
-        return self.split(self.x, g, self.x[1] // g if self.groups else 0)
-
-    def desc(self, name: str) -> TensorDesc:
-        """An operand over the common dims, with strides of 0 where it is repeated."""
-        desc, dims = self.descs[name], self.dims
-        if desc.dims == self.x and name in ("x", "y", "dx", "dy"):
-            c = desc.strides[1] if self.groups else 0
-            per_group = dims[2] if self.groups else 0
-            return TensorDesc(dims, self.split(desc.strides, c * per_group, c), desc.dtype)
-        there = self.parameters if "sca" in name or "shi" in name else self.statistics
-        if self.norm.kind == "batch":
-            there = (1,)
-        strides, step = [0] * len(dims), 1
-        for axis in reversed(there):
-            strides[axis], step = step, step * dims[axis]
-        return TensorDesc(dims, tuple(strides), desc.dtype)
-
-    @property
-    def parameters(self) -> tuple[int, ...]:
-        """The axes that scale and shift have."""
-        return tuple(a for a in range(len(self.dims)) if a not in self.shared)
-
-    @property
-    def statistics(self) -> tuple[int, ...]:
-        """The axes that mean and inv_std have."""
-        return tuple(a for a in range(len(self.dims)) if a not in self.axes)
 
 
 class Kernel(RowKernel):
@@ -395,9 +345,6 @@ class Normalization(PointwiseAlgorithm):
     def supports(self, problem: Problem, device: Device) -> str | None:
         if not isinstance(problem, NormalizationProblem):
             return "local response normalisation"
-        if problem.norm.kind == "rms":
-            # x * inv_rms goes through denormal numbers where the row spans float32's range.
-            return "RMS normalisation of rows of extreme range would lose accuracy"
         if problem.x.size == 0:
             return "an empty tensor, whose statistics are still to be written"
         if problem.norm.kind == "group" and problem.x.rank == MAX_RANK:

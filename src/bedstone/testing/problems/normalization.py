@@ -184,8 +184,11 @@ class _Errors:
 
     def _normalised(self, mean: Array, inv_std: Array) -> tuple[Array, Array]:
         """Size and error of (x - mean) * inv_std, for exact statistics."""
-        size = np.abs(self.x - mean) * inv_std
-        return size, ROUNDINGS * self.unit * (np.abs(self.x) + np.abs(mean)) * inv_std
+        apart = np.abs(self.x - mean)
+        rounded = ROUNDINGS * self.unit * (np.abs(self.x) + np.abs(mean)) * inv_std
+        # inv_std and the product may be denormal numbers, of fewer digits.
+        lost = UNDERFLOWS * smallest(self.problem.x.dtype.accumulator)
+        return apart * inv_std, rounded + lost * (1 + apart)
 
     def training(self) -> dict[str, Array]:
         """Two passes: an error d of the mean changes the variance by d * d."""
