@@ -14,6 +14,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import bedstone
 from bedstone import functional
@@ -129,7 +130,7 @@ def caffe_layers() -> str | None:
     rows = ["| layers | module |", "|---|---|"]
     kinds: dict[str, list[str]] = {}
     for name in registry.layer_types():
-        module = registry.layer_class(name, "").__module__.rpartition(".")[2]
+        module = registry.layer_class(SimpleNamespace(type=name)).__module__.rpartition(".")[2]
         kinds.setdefault(module, []).append(name)
     for module in registry.MODULES:
         rows.append(f"| {', '.join(kinds[module])} | `{module}` |")
