@@ -175,6 +175,10 @@ def declines(problem: Problem, device: Device, dtypes: tuple[DType, ...]) -> str
         return "the problem has a dimension of size 0"
     if any(u > images.MAX_STEP for u in problem.conv.stride):
         return f"a stride is above {images.MAX_STEP}"
+    groups, least = problem.conv.groups, word(DType.float16.itemsize)
+    if groups > 1 and any(n // groups % least for n in (problem.x.dims[1], problem.w.dims[0])):
+        # Boxes that begin inside a 16-byte word stopped the chip with an illegal instruction.
+        return f"the channels of a group are no multiple of {least}"
     return None
 
 
@@ -188,6 +192,7 @@ def image_declines(problem: ConvolutionProblem) -> str | None:
 
     if problem.epilogue.shift:
         return "adds nothing after the activation"
+
 
 class ImplicitGemmWs(Algorithm):
     """Warp-specialised implicit GEMM, forward and backward_data."""
