@@ -129,6 +129,7 @@ def test_one_binary_serves_patches_of_every_shape():
         ("implicit_gemm_ws", "forward n1c64h9k64r1g8 float16 layout=NHWC", "too narrow"),
         ("implicit_gemm_ws", "forward n1c64h9k64r3 float64 layout=NHWC", "float64"),
         ("implicit_gemm_ws", "forward n0c64h9k64r3 float16 layout=NHWC", "size 0"),
+        ("implicit_gemm_ws", "backward_filter n2c72h9k72r3p1g72 float16 layout=NHWC", "of a group"),
         ("implicit_gemm_halo", "backward_filter n8c64h9k64r5 float16 layout=NHWC", "3 wide"),
         (
             "implicit_gemm_halo",

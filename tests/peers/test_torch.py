@@ -67,8 +67,8 @@ def convolution(problem, given):
         pad(x, conv.padding), filters, given.get("bias"), conv.stride, 0, conv.dilation, conv.groups
     )
     if problem.direction == "forward":
-        act = problem.epilogue.activation
-        return {"y": y if act is None else ACTIVATIONS[act.kind](y, act.alpha, act.beta)}
+        act, shift = problem.epilogue.activation, problem.epilogue.shift
+        return {"y": (y if act is None else ACTIVATIONS[act.kind](y, act.alpha, act.beta)) + shift}
     dx, dw = gradients(y, given["dy"], x, w)
     return {"dx": dx} if problem.direction == "backward_data" else {"dw": dw}
 

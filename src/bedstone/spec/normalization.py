@@ -187,6 +187,12 @@ class NormalizationProblem(Problem):
         """Which elements share statistics, and which share parameters."""
         return self.norm.geometry(self.x.dims)
 
+    @property
+    def accumulator(self) -> DType:
+        """The type of all arithmetic: float64 if any operand is, else float32."""
+        types = {operand.desc.dtype for operand in self.operands}
+        return DType.float64 if DType.float64 in types else DType.float32
+
     def _parameter(self, name: str, role: str = "in") -> Operand:
         return Operand(name, TensorDesc.packed(self.geometry.parameters, self.parameters), role)
 

@@ -12,34 +12,18 @@ import numpy as np
 import pytest
 
 jax = pytest.importorskip("jax")
-bj = pytest.importorskip("bedstone.frameworks.jax")
 
 import jax.numpy as jnp  # noqa: E402
 from jax import lax  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
+from jax_cases import bj, clean, near, normal  # noqa: E402, F401 (clean: of every test)
 
 from bedstone import BedstoneError, InvalidDescriptor  # noqa: E402
 from bedstone.frameworks.jax import handler  # noqa: E402
 
-if jax.default_backend() != "cpu":
-    pytest.skip("made for JAX's CPU backend", allow_module_level=True)
-
-
-@pytest.fixture(autouse=True)
-def clean():
-    bj.reset()
-    yield
-    assert not bj.enabled()
-
-
-def normal(*shape, dtype=jnp.float32, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
-
 
 def close(a, b, tolerance=1e-4):
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    assert a.shape == b.shape
-    assert np.abs(a - b).max() <= tolerance * max(np.abs(b).max(), 1.0)
+    near(a, b, tolerance)
 
 
 CASES = [  # x, w, stride, padding, dilation, groups
@@ -250,7 +234,7 @@ def test_bad_arguments_of_the_function():
         bj.convolution(x, w)
     with pytest.raises(InvalidDescriptor):
         bj.convolution(x, normal(2, 3, 3, 3), stride=0)
-    with pytest.raises(NotImplementedError, match="dtypes"):
+    with pytest.raises(NotImplementedError, match="dtype int32"):
         bj.convolution(x.astype(int), w.astype(int))
 
 

@@ -46,7 +46,7 @@ class Kernel(RowKernel):
         names = [o.name for o in problem.operands]
         self.number = {name: i for i, name in enumerate(names)}
         streams = [Stream(p, view.desc(n)) for n, p in zip(names, call.pointers)]
-        super().__init__(Rows(k, call, streams, axes, self.number[lead], compute_type(problem)))
+        super().__init__(Rows(k, call, streams, axes, self.number[lead], problem.accumulator.value))
 
     def prepare(self) -> None:
         rows = self.rows
@@ -279,16 +279,10 @@ class ParameterGradient(Gradient):
         return numbers[:1]
 
 
-def compute_type(problem: NormalizationProblem) -> str:
-    """float64 if any operand is, else float32."""
-    types = {o.desc.dtype.value for o in problem.operands}
-    return "float64" if "float64" in types else "float32"
-
-
 def emit_inference(k: KernelBuilder, problem: NormalizationProblem, call: Call) -> None:
     """A pointwise loop over x, mean, shift and factors scale / sqrt(variance + epsilon), which
     are made first."""
-    view, compute = View(problem), compute_type(problem)
+    view, compute = View(problem), problem.accumulator.value
     pointers = dict(zip((o.name for o in problem.operands), call.pointers))
     parameters = problem.parameters.value
     lanes, size, width = k.lanes(compute), itemsize(parameters), itemsize(compute)

@@ -151,7 +151,7 @@ class RowsWhole(Algorithm):
         if not self.splits or not isinstance(problem, NormalizationProblem):
             return 0
         counts = [p.split(device)[0] * p.count for p, _ in passes(problem)]
-        return max(counts) * SUMS[problem.direction] * _compute(problem).itemsize
+        return max(counts) * SUMS[problem.direction] * problem.accumulator.itemsize
 
     def estimate(self, problem: Problem, device: Device) -> float:
         if not isinstance(problem, NormalizationProblem):
@@ -182,12 +182,6 @@ class RowsSplit(RowsWhole):
 
     name = "triton:rows_split"
     splits = True
-
-
-def _compute(problem: NormalizationProblem) -> DType:
-    """float64 if any operand is, else float32."""
-    types = {o.desc.dtype for o in problem.operands}
-    return DType.float64 if DType.float64 in types else DType.float32
 
 
 def _shrink(compute: DType, length: int) -> float:
@@ -222,7 +216,7 @@ def _launch(
     problem: NormalizationProblem, walk: Pass, outputs: tuple[str, ...], stage: Stage,
     device: Device,
 ) -> Kernel:  # fmt: skip
-    compute, rows = _compute(problem), walk.rows
+    compute, rows = problem.accumulator, walk.rows
     backward = problem.direction == "backward"
     kind = "i64" if rows.wide or problem.x.size >= 2**31 else "i32"
     word = launch.ALIGNMENT // min(o.desc.dtype.itemsize for o in problem.operands)

@@ -18,13 +18,16 @@ from jax.interpreters import ad
 
 from bedstone import ActivationDesc, ActivationProblem, InvalidDescriptor, TensorDesc
 from bedstone.frameworks.jax import handler
-from bedstone.frameworks.jax.rules import Native, batched, bind, primitive, transposes
+from bedstone.frameworks.jax.rules import (
+    Native,
+    batched,
+    bind,
+    check_array,
+    primitive,
+    transposes,
+)
 from bedstone.frameworks.jax.sharding import Sharing
-
-DTYPES = ("float32", "float64", "float16", "bfloat16")
-
-GELU_CUBIC = 0.044715
-GELU_SCALE = math.sqrt(2 / math.pi)
+from bedstone.spec.activation import GELU_CUBIC, GELU_SCALE
 
 
 @dataclass(frozen=True)
@@ -147,12 +150,7 @@ NAMES = tuple(MEANINGS)
 
 
 def _run(x: Any, how: How) -> tuple[Any, str]:
-    if jax.default_backend() != "cpu":
-        raise Native(f"the backend {jax.default_backend()}")
-    if not hasattr(x, "dtype") or str(x.dtype) not in DTYPES:
-        raise Native(f"dtype {getattr(x, 'dtype', type(x).__name__)}")
-    if 0 in x.shape:
-        raise Native("an empty array")
+    check_array(x)
     made = handler.target(_problem("forward", math.prod(x.shape), x.dtype, how))
     if isinstance(made, str):
         raise Native(made)

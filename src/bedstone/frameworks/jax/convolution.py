@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from bedstone import InvalidDescriptor
 from bedstone.frameworks.jax import handler, primitives
 from bedstone.frameworks.jax.primitives import How
-from bedstone.frameworks.jax.rules import Native, bind
+from bedstone.frameworks.jax.rules import Native, bind, check_array
 
-DTYPES = ("float32", "float64", "float16", "bfloat16")
 AXES = (1, 2, 3)
 
 Ints = tuple[int, ...]
@@ -66,14 +64,12 @@ def _named(x: Any, w: Any, numbers: Any, strides: Any, steps: Any, name: str) ->
 def check(x: Any, w: Any, how: How, transposed: Ints | None = None) -> str:
     """The algorithm of a convolution, or of a data gradient of shape `transposed` where x is what
     the convolution gives; raises Native where there is no kernel for it."""
-    if jax.default_backend() != "cpu":
-        raise Native(f"the backend {jax.default_backend()}")
-    if x.dtype != w.dtype or str(x.dtype) not in DTYPES:
+    if x.dtype != w.dtype:
         raise Native(f"dtypes {x.dtype} and {w.dtype}")
+    check_array(x)
+    check_array(w)
     if len(how.stride) not in AXES:
         raise Native(f"{len(how.stride)} spatial axes")
-    if 0 in x.shape or 0 in w.shape:
-        raise Native("an empty array")
     if transposed is None:
         shape = how.y_shape(tuple(x.shape), tuple(w.shape))
         asked = primitives.problem("forward", how, x.shape, w.shape, shape, x.dtype)

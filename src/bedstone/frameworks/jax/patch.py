@@ -1,9 +1,9 @@
 """`enable()`: functions of jax.lax and jax.nn, and all that is built on them, on bedstone.
 
-A function is replaced wherever a module that is loaded holds it, so that the layers of Flax, Haiku
-and Equinox, and `from jax.nn import relu` in a user's own file, reach it too. What is compiled
-stays compiled: JAX's caches are cleared when the outermost block begins and ends, so that functions
-are traced anew on either side.
+A function is replaced wherever a module that is loaded holds it, so that layers of libraries, and
+`from jax.nn import relu` in a user's own file, reach it too. What is compiled stays compiled: JAX's
+caches are cleared when the outermost block begins and ends, so that functions are traced anew on
+either side.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ OPERATORS: dict[str, tuple[Any, Callable[..., tuple[Any, str]]]] = {
         if name != "tanh"
     },
 }
-# What `enable()` takes unless it is told. XLA fuses the others into what stands around them, which
-# a call of a kernel ends: measured, attention and losses ran at 0.5 to 1.5 times their speed.
+# What `enable()` takes unless it is told: XLA fuses the others into what stands around them, which
+# a call of a kernel ends.
 USUAL = ("conv_general_dilated", "reduce_window")
 
 _lock = threading.RLock()

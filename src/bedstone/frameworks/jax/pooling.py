@@ -22,8 +22,15 @@ from jax.interpreters import ad
 
 from bedstone import InvalidDescriptor, PoolingDesc, PoolingProblem, TensorDesc
 from bedstone.frameworks.jax import handler
-from bedstone.frameworks.jax.activation import DTYPES
-from bedstone.frameworks.jax.rules import Native, Shape, batched, bind, primitive, transposes
+from bedstone.frameworks.jax.rules import (
+    Native,
+    Shape,
+    batched,
+    bind,
+    check_array,
+    primitive,
+    transposes,
+)
 from bedstone.frameworks.jax.sharding import Sharing
 
 Pairs = tuple[tuple[int, int], ...]
@@ -196,12 +203,7 @@ for _made in (max_p, gather_p, scatter_p, mean_p, spread_p):
 
 
 def _run(x: Any, how: How) -> tuple[Any, str]:
-    if jax.default_backend() != "cpu":
-        raise Native(f"the backend {jax.default_backend()}")
-    if str(x.dtype) not in DTYPES:
-        raise Native(f"dtype {x.dtype}")
-    if 0 in x.shape:
-        raise Native("an empty array")
+    check_array(x)
     made = handler.target(problem("forward", tuple(x.shape), x.dtype, how), how.alpha)
     if isinstance(made, str):
         raise Native(made)

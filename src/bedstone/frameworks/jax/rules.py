@@ -22,10 +22,21 @@ from jax.interpreters import ad, batching, mlir
 from bedstone.frameworks.jax.sharding import Sharing
 
 Shape = tuple[int, ...]
+DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
 class Native(Exception):
     """This call is left to JAX; the message says why."""
+
+
+def check_array(x: Any) -> None:
+    """Raises Native for an operand that no kernel takes."""
+    if jax.default_backend() != "cpu":
+        raise Native(f"the backend {jax.default_backend()}")
+    if not hasattr(x, "dtype") or str(x.dtype) not in DTYPES:
+        raise Native(f"dtype {getattr(x, 'dtype', type(x).__name__)}")
+    if 0 in x.shape:
+        raise Native("an empty array")
 
 
 def primitive(

@@ -17,8 +17,14 @@ from jax.interpreters import ad
 
 from bedstone import SoftmaxProblem, TensorDesc
 from bedstone.frameworks.jax import handler
-from bedstone.frameworks.jax.activation import DTYPES
-from bedstone.frameworks.jax.rules import Native, batched, bind, primitive, transposes
+from bedstone.frameworks.jax.rules import (
+    Native,
+    batched,
+    bind,
+    check_array,
+    primitive,
+    transposes,
+)
 from bedstone.frameworks.jax.sharding import Sharing
 
 
@@ -96,12 +102,9 @@ for _made in (forward_p, backward_p, log_backward_p, log_tangent_p):
 
 
 def _run(x: Any, axis: Any, kind: str) -> tuple[Any, str]:
-    if jax.default_backend() != "cpu":
-        raise Native(f"the backend {jax.default_backend()}")
-    if not hasattr(x, "dtype") or str(x.dtype) not in DTYPES:
-        raise Native(f"dtype {getattr(x, 'dtype', type(x).__name__)}")
-    if not x.ndim or 0 in x.shape:
-        raise Native("an empty array, or a scalar")
+    check_array(x)
+    if not x.ndim:
+        raise Native("a scalar")
     given = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
     if any(not -x.ndim <= a < x.ndim for a in given):
         raise Native(f"the axis {axis} of {x.ndim}")

@@ -165,7 +165,7 @@ def curated() -> list[Problem]:
         _of(direction, shape, f"{dtype} layout=NHWC")
         for shape in CHANNELS_LAST_SHAPES
         for direction in DIRECTIONS[:3]
-        for dtype in (*HALVES, "float32")
+        for dtype in (*HALVES, "float32", "float32 math=tf32")
     ]
     return found
 

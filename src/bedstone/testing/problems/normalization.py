@@ -31,7 +31,7 @@ from bedstone.testing.tolerances import (
 )
 
 ALIKE_SHARE = 0.5  # of a unit roundoff that each term of a sum may lose, all with one sign
-UNDERFLOWS = 4.0  # roundings to a denormal in a term of LRN's gradient
+UNDERFLOWS = 4.0  # roundings to a denormal in a product of several factors
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 NORMS = (  # directions, shapes, options
@@ -58,6 +58,9 @@ OPTIONS = (
     "training 2x6x4x6 float32 kind=group groups=6",
     "training 0x3x4x4 float32 kind=batch",
     "backward 0x3x4x4 float32 kind=batch",
+    "training 2x3x60x50 float32 kind=batch momentum=0.2",  # rows long enough to be cut in parts
+    "backward 2x3x60x50 float32 kind=batch",
+    "backward 300x40 float32 kind=layer",
     "training 2x5x4x6 float32 kind=batch x=NHWC y=NHWC",
     "backward 2x5x4x6 float32 kind=batch x=NHWC y=NHWC saved=NHWC",
 )
