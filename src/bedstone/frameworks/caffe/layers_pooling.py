@@ -8,17 +8,16 @@ computed natively, as in Caffe.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from bedstone import PoolingDesc, PoolingProblem
 from bedstone.frameworks.caffe import schema
 from bedstone.frameworks.caffe.blob import Blob
 from bedstone.frameworks.caffe.layer import Layer
+from bedstone.frameworks.caffe.native_pooling import Windows
 from bedstone.frameworks.caffe.registry import register
 
 
@@ -85,11 +84,12 @@ class Pooling(Layer):
             raise self.wrong("bottom's shape", shape, f"room for a window of {self.window}")
         for blob in top:
             blob.reshape(*shape[:2], *out)
-        self._out = out
         self.indices = np.zeros(top[0].shape, np.int64)
         self._forward = self._backward = None
         if self.on_bedstone:
             self._plan(shape, top[0].shape)
+        if self._forward is None or self._backward is None:
+            self._windows = Windows(shape[2:], out, self.window, self.stride, self.pad)
 
     def _plan(self, shape: tuple[int, ...], out: tuple[int, ...]) -> None:
         mode = "max" if self.method == "MAX" else "average_include_padding"
@@ -111,11 +111,21 @@ class Pooling(Layer):
         if self._forward is not None:
             self._forward(x, y, *([self.indices] if self.method == "MAX" else []))
         else:
-            {"MAX": self._maximum, "AVE": self._average, "STOCHASTIC": self._stochastic}[
-                self.method
-            ](x, y)
+            self._native(x, y, len(top) == 2)
         if len(top) == 2:
             top[1].data[...] = self.indices
+
+    def _native(self, x: np.ndarray, y: np.ndarray, with_indices: bool) -> None:
+        windows = self._windows
+        if self.method == "AVE":
+            windows.average(x, y)
+        elif self.method == "STOCHASTIC" and self.phase == "TEST":
+            windows.mean_by_share(x, y)
+        elif self.method == "STOCHASTIC":
+            windows.draw(x, y, self.net.rng.random(y.shape, np.float32), self.indices)
+        else:
+            self._located = self.phase == "TRAIN" or with_indices
+            windows.maximum(x, y, self.indices if self._located else None)
 
     def backward(
         self, top: Sequence[Blob], propagate_down: Sequence[bool], bottom: Sequence[Blob]
@@ -126,101 +136,8 @@ class Pooling(Layer):
         if self._backward is not None:
             self._backward(*([self.indices] if self.method == "MAX" else []), dy, dx)
         elif self.method == "AVE":
-            self._spread_average(dy, dx)
+            self._windows.spread_average(dy, dx)
         else:
-            dx[...] = 0
-            planes, flat = (
-                self.indices.reshape(-1, self._out[0] * self._out[1]),
-                dx.reshape(-1, dx.shape[2] * dx.shape[3]),
-            )
-            rows = np.arange(len(planes))[:, None]
-            np.add.at(flat, (rows, planes), dy.reshape(planes.shape))
-
-    # Natively ------------------------------------------------------------------------------------
-
-    def _windows(self, x: np.ndarray, fill: float) -> np.ndarray:
-        """(N, C, P, Q, R, S): every window of x, `fill` outside of it."""
-        (r, s), (u, v), (p, q) = self.window, self.stride, self.pad
-        high = [
-            max(0, (o - 1) * step + k - n - a)
-            for o, step, k, n, a in zip(self._out, self.stride, self.window, x.shape[2:], self.pad)
-        ]
-        padded = np.pad(x, ((0, 0), (0, 0), (p, high[0]), (q, high[1])), constant_values=fill)
-        a, b, c, d = padded.strides
-        return as_strided(
-            padded, (*x.shape[:2], *self._out, r, s), (a, b, c * u, d * v, c, d), writeable=False
-        )
-
-    def _places(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rows (P, R) and columns (Q, S) of the windows' elements."""
-        return tuple(  # type: ignore[return-value]
-            np.arange(o)[:, None] * u - p + np.arange(k)[None, :]
-            for o, u, p, k in zip(self._out, self.stride, self.pad, self.window)
-        )
-
-    def _flat_place(self, where: np.ndarray, width: int) -> np.ndarray:
-        """Indices within windows as indices within the plane."""
-        rows, columns = self._places()
-        h = rows[np.arange(self._out[0])[:, None], where // self.window[1]]
-        w = columns[np.arange(self._out[1])[None, :], where % self.window[1]]
-        return np.asarray(h * width + w)
-
-    def _taps(self, x: np.ndarray, fill: float) -> Iterator[tuple[int, np.ndarray]]:
-        """For every place in the window its number and, for all windows, the elements there."""
-        (r, s), (u, v), (p, q) = self.window, self.stride, self.pad
-        high = [
-            max(0, (o - 1) * step + k - n - a)
-            for o, step, k, n, a in zip(self._out, self.stride, self.window, x.shape[2:], self.pad)
-        ]
-        if any((p, q, *high)):
-            x = np.pad(x, ((0, 0), (0, 0), (p, high[0]), (q, high[1])), constant_values=fill)
-        for i, j in itertools.product(range(r), range(s)):
-            rows = slice(i, i + (self._out[0] - 1) * u + 1, u)
-            columns = slice(j, j + (self._out[1] - 1) * v + 1, v)
-            yield i * s + j, x[:, :, rows, columns]
-
-    def _maximum(self, x: np.ndarray, y: np.ndarray) -> None:
-        where = np.zeros(y.shape, np.int16)
-        y[...] = -np.inf
-        for tap, part in self._taps(x, -np.inf):
-            larger = part > y
-            np.copyto(y, part, where=larger)
-            np.copyto(where, np.int16(tap), where=larger)
-        self.indices = self._flat_place(where, x.shape[3])
-
-    def _counts(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Elements of each window, padding included up to the padded border."""
-        sides = []
-        for places, n, p in zip(self._places(), shape[2:], self.pad):
-            sides.append((places < n + p).sum(1))
-        return np.outer(*sides).astype(self.dtype)
-
-    def _average(self, x: np.ndarray, y: np.ndarray) -> None:
-        y[...] = 0
-        for _, part in self._taps(x, 0.0):
-            y += part
-        y /= self._counts(x.shape)
-
-    def _spread_average(self, dy: np.ndarray, dx: np.ndarray) -> None:
-        share = dy / self._counts(dx.shape)
-        dx[...] = 0
-        rows, columns = self._places()
-        for i in range(self.window[0]):
-            for j in range(self.window[1]):
-                h, w = rows[:, i], columns[:, j]
-                h_in, w_in = (h >= 0) & (h < dx.shape[2]), (w >= 0) & (w < dx.shape[3])
-                part = share[:, :, h_in][:, :, :, w_in]
-                np.add.at(dx, np.ix_(*map(range, dx.shape[:2]), h[h_in], w[w_in]), part)
-
-    def _stochastic(self, x: np.ndarray, y: np.ndarray) -> None:
-        windows = self._windows(x, 0.0).reshape(*y.shape, -1)
-        total = windows.sum(-1)
-        if self.phase == "TEST":
-            safe = np.where(total > 0, total, 1)
-            y[...] = (windows * windows).sum(-1) / safe
-            return
-        threshold = self.net.rng.random(y.shape, np.float32) * total
-        where = (windows.cumsum(-1) < threshold[..., None]).sum(-1)
-        where = np.minimum(where, windows.shape[-1] - 1)
-        y[...] = np.take_along_axis(windows, where[..., None], -1)[..., 0]
-        self.indices = self._flat_place(where, x.shape[3])
+            if self.method == "MAX" and not self._located:  # (rare: a gradient of a test network)
+                self._windows.maximum(bottom[0].data, np.empty_like(dy), self.indices)
+            self._windows.spread_maximum(self.indices, dy, dx)
