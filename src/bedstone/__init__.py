@@ -10,7 +10,7 @@ backward, on any strides, compiled at run time for the machine they run on. Thre
 Importing bedstone imports NumPy and nothing heavier; compilers come in with the first plan.
 """
 
-from bedstone.plan.config import config, get_num_threads, set_num_threads
+from bedstone.plan.config import config, get_num_threads, num_threads_address, set_num_threads
 from bedstone.plan.device import Device
 from bedstone.plan.handle import Handle, default_handle
 from bedstone.plan.plan import Plan
@@ -88,6 +88,7 @@ __all__ = [
     "convolution_problem",
     "default_handle",
     "get_num_threads",
+    "num_threads_address",
     "parse_problem",
     "pool",
     "pool_backward",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import subprocess
@@ -11,7 +12,14 @@ import threading
 import pytest
 from plan_fakes import PROBLEM, Fake
 
-from bedstone import Handle, InvalidDescriptor, config, get_num_threads, set_num_threads
+from bedstone import (
+    Handle,
+    InvalidDescriptor,
+    config,
+    get_num_threads,
+    num_threads_address,
+    set_num_threads,
+)
 from bedstone.plan.config import SETTINGS, Config, current, settings_table
 from bedstone.plan.registry import backends
 
@@ -112,6 +120,32 @@ def test_set_num_threads():
     for wrong in (0, -2, 1.5, "2", None):
         with pytest.raises(InvalidDescriptor, match="threads"):
             set_num_threads(wrong)
+
+
+def test_compiled_code_reads_the_number_of_threads():
+    before = get_num_threads()
+    cell = ctypes.c_int64.from_address(num_threads_address())
+    assert cell.value == before
+    try:
+        set_num_threads(before + 1)
+        assert cell.value == before + 1
+        with config(num_threads=before + 2):  # of this thread alone
+            assert cell.value == before + 1
+    finally:
+        set_num_threads(before)
+    assert cell.value == before
+
+
+def test_the_cell_is_filled_before_it_is_asked_for():
+    program = (
+        "import ctypes, bedstone\n"
+        "print(ctypes.c_int64.from_address(bedstone.num_threads_address()).value)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True,
+        env={**os.environ, "BEDSTONE_NUM_THREADS": "7"},
+    )  # fmt: skip
+    assert done.stdout.strip() == "7"
 
 
 def test_unknown_backend():

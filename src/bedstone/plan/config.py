@@ -7,6 +7,7 @@ other settings are other plans: the settings that steer the choice are part of a
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -94,18 +95,26 @@ def _from_environment() -> Config:
 
 
 _process: Config | None = None
+_process_threads = ctypes.c_int64(0)  # the process's number of threads, for compiled code
 _current: ContextVar[Config | None] = ContextVar("bedstone_config", default=None)
 
 
 def current() -> Config:
     """The settings in force here: the innermost `config(...)` block's, else the process's."""
-    global _process
     config = _current.get()
-    if config is not None:
-        return config
+    return config if config is not None else _of_process()
+
+
+def _of_process() -> Config:
     if _process is None:
-        _process = _from_environment()
+        return _set_process(_from_environment())
     return _process
+
+
+def _set_process(config: Config) -> Config:
+    global _process
+    _process, _process_threads.value = config, config.num_threads
+    return config
 
 
 @contextlib.contextmanager
@@ -130,16 +139,25 @@ def config(**settings: object) -> Iterator[Config]:
 
 def set_num_threads(threads: int) -> None:
     """Number of CPU threads of every later call in this process (1 or more)."""
-    global _process
     if not isinstance(threads, int) or threads < 1:
         raise InvalidDescriptor("threads", threads, "an integer of 1 or more")
-    current()
-    _process = replace(_process or _from_environment(), num_threads=threads)
+    _set_process(replace(_of_process(), num_threads=threads))
 
 
 def get_num_threads() -> int:
     """Number of CPU threads that a call made here would use."""
     return current().num_threads
+
+
+def num_threads_address() -> int:
+    """The address of an int64 that is the process's number of CPU threads, now and after every
+    `set_num_threads`; valid until the process ends.
+
+    For compiled code that others call, such as the programs of a framework: it reads the number
+    there at every call. (A `config(...)` block, which holds in its own Python thread, is not seen.)
+    """
+    _of_process()
+    return ctypes.addressof(_process_threads)
 
 
 def settings_table() -> list[tuple[str, str, str, str]]:

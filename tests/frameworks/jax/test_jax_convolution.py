@@ -326,3 +326,44 @@ def test_the_persistent_cache_holds_no_addresses(tmp_path):
     ]  # fmt: skip
     assert told[0] == told[1] == f"{2 * 4 * 36 * 36.0}\n"
     assert list(tmp_path.iterdir())
+
+
+THREADS = """
+    import os, time, jax, jax.numpy as jnp, bedstone
+    import bedstone.frameworks.jax as bj
+
+    def tasks():
+        return set(os.listdir("/proc/self/task"))
+
+    def nanoseconds(tasks):
+        time.sleep(0.05)  # workers spin a little before they sleep
+        return sum(int(open(f"/proc/self/task/{t}/schedstat").read().split()[0]) for t in tasks)
+
+    bedstone.set_num_threads(1)
+    x, w = jnp.ones((8, 16, 32, 32)), jnp.ones((16, 16, 3, 3))
+    function = jax.jit(lambda x, w: bj.convolution(x, w, padding=1))
+    function(x, w).block_until_ready()
+    before = tasks()
+    function(x, w).block_until_ready()
+    assert tasks() == before
+    bedstone.set_num_threads(3)
+    function(x, w).block_until_ready()
+    workers = tasks() - before
+    assert len(workers) == 2, workers
+    for threads, worked in ((3, True), (1, False), (3, True)):
+        bedstone.set_num_threads(threads)
+        start = nanoseconds(workers)
+        for _ in range(20):
+            function(x, w).block_until_ready()
+        assert (nanoseconds(workers) > start) is worked, threads
+    print("seen")
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_number_of_threads_is_read_at_every_call_of_a_compiled_function():
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(THREADS)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.stdout == "seen\n", done.stderr[-3000:]

@@ -1,11 +1,11 @@
 """Plans as XLA custom calls: a typed FFI handler in machine code for every plan, made by llvmlite.
 
 XLA calls a handler with a call frame: pointers to buffers, in and out. The handler takes their data
-pointers, calls the plan's machine code and returns; no Python runs. Asked for its metadata, it
-answers with the version of the interface. The layout of the structures is that of
-xla/ffi/api/c_api.h, which comes with jaxlib. Targets are registered under a name made from the
-problem, so no address enters a compiled program: one that is loaded from JAX's persistent cache
-finds its target by that name, which tracing has registered.
+pointers, calls the plan's machine code with the process's number of threads as it then is, and
+returns; no Python runs. Asked for its metadata, it answers with the version of the interface. The
+layout of the structures is that of xla/ffi/api/c_api.h, which comes with jaxlib. Targets are
+registered under a name made from the problem, so no address enters a compiled program: one that is
+loaded from JAX's persistent cache finds its target by that name, which tracing has registered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import llvmlite.binding as llvm
 
-from bedstone import InvalidDescriptor, Plan, Problem, get_num_threads
+from bedstone import InvalidDescriptor, Plan, Problem, num_threads_address
 from bedstone.frameworks.planning import compiled_plan
 
 METADATA = 1  # type of the extension that asks for it
@@ -33,7 +33,6 @@ EXTENSION_TYPE, EXTENSION_METADATA = 8, 24
 VERSION_MAJOR, VERSION_MINOR, TRAITS, STATE_TYPE = 24, 28, 32, 40
 BUFFER_DATA = 24
 
-_threads = ctypes.c_int64(0)  # read by every handler at every call
 _kept: list[Any] = []  # code that XLA may call until the process ends
 _lock = threading.Lock()
 # Never emptied: XLA keeps what is registered until the process ends.
@@ -156,7 +155,7 @@ def _find(problem: Problem, alpha: float) -> Target | str:
 def _register(name: str, problem: Problem, alpha: float, plan: Plan, entry: Any) -> Target:
     ir = handler_ir(
         len(problem.inputs), len(problem.outputs), plan.workspace_size > 0, entry.address,
-        alpha, ctypes.addressof(_threads), interface_version(),
+        alpha, num_threads_address(), interface_version(),
     )  # fmt: skip
     module = llvm.parse_assembly(ir)
     module.verify()
@@ -167,12 +166,5 @@ def _register(name: str, problem: Problem, alpha: float, plan: Plan, entry: Any)
         engine.get_function_address("handler")
     )
     _kept.append((engine, function, entry.owner))
-    update_threads()
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
     return Target(name, plan.workspace_size, plan.algorithm)
-
-
-def update_threads() -> None:
-    """Handlers use `bedstone.get_num_threads()` as it is now: at every new kernel and outermost
-    `patch()`."""
-    _threads.value = get_num_threads()

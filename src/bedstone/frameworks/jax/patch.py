@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from bedstone import BedstoneError, InvalidDescriptor
-from bedstone.frameworks.jax import activation, handler, report
+from bedstone.frameworks.jax import activation, report
 from bedstone.frameworks.jax.convolution import take_convolution
 from bedstone.frameworks.jax.pooling import take_reduce_window
 from bedstone.frameworks.jax.rules import Native
@@ -79,7 +79,6 @@ def patch(only: Iterable[str] | None = None, except_: Iterable[str] = ()) -> Non
     chosen = _chosen(only, except_)
     with _lock:
         if _depth == 0:
-            handler.update_threads()
             _install(chosen)
             jax.clear_caches()
         _depth += 1
