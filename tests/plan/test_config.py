@@ -183,6 +183,9 @@ def test_the_log_tells_of_plans_and_fallbacks(use, caplog):
     with config(log="info"):
         Handle("cpu").plan(PROBLEM)
     assert "a:x for activation forward" in caplog.text
+    caplog.clear()
+    Handle("cpu").plan(PROBLEM)  # the setting, and with it the log, ended with its block
+    assert not caplog.records
 
 
 def test_the_log_is_off_by_default(use, caplog, capsys):
@@ -190,6 +193,19 @@ def test_the_log_is_off_by_default(use, caplog, capsys):
     logging.getLogger("bedstone").setLevel(logging.WARNING)
     Handle("cpu").plan(PROBLEM)
     assert not caplog.records and capsys.readouterr().err == ""
+
+
+def test_other_people_s_root_logger_turns_nothing_on(use, caplog):
+    use(Fake("a:x"))
+    logger = logging.getLogger("bedstone")
+    level = logger.level
+    logger.setLevel(logging.NOTSET)
+    try:
+        with caplog.at_level(logging.DEBUG):  # of the root
+            Handle("cpu").plan(PROBLEM)
+    finally:
+        logger.setLevel(level)
+    assert not caplog.records
 
 
 def test_a_log_to_stderr_in_a_plain_program():

@@ -12,8 +12,12 @@ _LEVELS = {"off": logging.CRITICAL + 1, "info": logging.INFO, "debug": logging.D
 
 
 def enabled(level: str) -> bool:
-    """True if lines of that level ("info" or "debug") are wanted under the settings in force."""
-    return _LEVELS[level] >= _LEVELS[config.current().log] or logger.isEnabledFor(_LEVELS[level])
+    """True if lines of that level ("info" or "debug") are wanted: by the settings in force, or by
+    the level of the logger "bedstone". The root logger's alone says nothing: it is of the program,
+    and some packages set it to INFO at their import."""
+    if _LEVELS[level] >= _LEVELS[config.current().log]:
+        return True
+    return logger.level != logging.NOTSET and logger.isEnabledFor(_LEVELS[level])
 
 
 def info(message: str, *values: object) -> None:
@@ -33,6 +37,6 @@ def _emit(level: str, message: str, values: tuple[object, ...]) -> None:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("bedstone %(levelname)s %(message)s"))
         logger.addHandler(handler)
-    if not logger.isEnabledFor(_LEVELS[level]):
-        logger.setLevel(_LEVELS[level])
-    logger.log(_LEVELS[level], message, *values)
+    # Past the logger's level, which belongs to the program: a block's setting ends with the block.
+    line = (logger.name, _LEVELS[level], __file__, 0, message, values, None)
+    logger.handle(logger.makeRecord(*line))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import subprocess
 import sys
 
 import numpy as np
@@ -302,10 +304,45 @@ def test_graphs_are_freed():
     assert len(records()) == before
 
 
-def test_reasons_are_logged(caplog):
-    with (
-        bedstone.config(log="info"), caplog.at_level(logging.INFO, "bedstone"),
-        on_bedstone.enable(),
-    ):  # fmt: skip
+def test_reasons_are_logged_where_that_is_asked(caplog):
+    reason = "paddle relu forward stays native"
+    with caplog.at_level(logging.INFO), on_bedstone.enable():  # of the root: as PaddlePaddle sets
         F.relu(paddle.ones([2]))
-    assert "paddle relu forward stays native" in caplog.text
+        assert reason not in caplog.text
+        on_bedstone.reset()
+        with bedstone.config(log="info"):
+            F.relu(paddle.ones([2]))
+        assert caplog.text.count(reason) == 1
+        on_bedstone.reset()
+        with caplog.at_level(logging.INFO, "bedstone"):
+            F.relu(paddle.ones([2]))
+    assert caplog.text.count(reason) == 2
+
+
+def run(program, **environment):
+    """What a new process prints, and its errors."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("BEDSTONE_", "OMP_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**kept, **environment}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split(), done.stderr
+
+
+def test_the_process_s_logging_is_left_as_it_is():
+    program = """
+import logging, paddle
+levels = lambda: {n: logging.getLogger(n).level for n in ("", *logging.root.manager.loggerDict)}
+before = levels()
+import bedstone.frameworks.paddle as on_bedstone
+with on_bedstone.enable(always=True):
+    paddle.nn.functional.relu(paddle.ones([64]))
+    paddle.nn.functional.relu(paddle.ones([0]))  # (native, with a reason)
+after = levels()
+print(on_bedstone.report().own_calls)
+assert {n: after[n] for n in before} == before, (before, after)
+assert not any(level for name, level in after.items() if name.startswith("bedstone")), after
+"""
+    printed, errors = run(program)
+    assert printed == ["1"]
+    assert "bedstone" not in errors

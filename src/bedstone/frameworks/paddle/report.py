@@ -11,10 +11,7 @@ from bedstone import config
 
 NATIVE = "native"
 
-_logger = logging.getLogger("bedstone")
-if _logger.level == logging.NOTSET:
-    # PaddlePaddle sets the root logger to INFO, which would print a line for every plan.
-    _logger.setLevel(logging.WARNING)
+_logger = logging.getLogger("bedstone.paddle")
 _lock = threading.Lock()
 
 
@@ -52,12 +49,14 @@ def add(operator: str, direction: str, algorithm: str, seconds: float, reason: s
 
 
 def _log(message: str, *values: object) -> None:
-    """At the level of bedstone's own setting: PaddlePaddle turns everybody's INFO lines on."""
+    """Where bedstone's setting or the level of its loggers asks for it; the root logger's level,
+    which PaddlePaddle sets to INFO, does not."""
     with config() as settings:
         wanted = settings.log != "off"
-    if wanted:
-        _logger.setLevel(min(_logger.level or logging.INFO, logging.INFO))
-        _logger.info(message, *values)
+    named = _logger.level or logging.getLogger("bedstone").level
+    if wanted or (named and _logger.isEnabledFor(logging.INFO)):
+        line = (_logger.name, logging.INFO, __file__, 0, message, values, None)
+        _logger.handle(_logger.makeRecord(*line))
 
 
 @dataclass(frozen=True)
