@@ -52,7 +52,9 @@ def run_here(file: str, side: str, words: list[str], result: str) -> int:
         if not hasattr(tools, name):
             setattr(tools, name, value)
     outcomes = Outcomes()
-    context = bedstone_torch.enable(least=0) if side == "patched" else contextlib.nullcontext()
+    context = contextlib.nullcontext()
+    if side == "patched":  # all that bedstone can take, at the first call
+        context = bedstone_torch.enable(find=False, least=0, compile_after=1)
     start = time.monotonic()
     with context:
         code = pytest.main(
