@@ -10,7 +10,13 @@ backward, on any strides, compiled at run time for the machine they run on. Thre
 Importing bedstone imports NumPy and nothing heavier; compilers come in with the first plan.
 """
 
-from bedstone.plan.config import config, get_num_threads, num_threads_address, set_num_threads
+from bedstone.plan.config import (
+    config,
+    get_num_threads,
+    num_threads_address,
+    set_default_num_threads,
+    set_num_threads,
+)
 from bedstone.plan.device import Device
 from bedstone.plan.handle import Handle, default_handle
 from bedstone.plan.plan import Plan
@@ -93,6 +99,7 @@ __all__ = [
     "pool",
     "pool_backward",
     "scale",
+    "set_default_num_threads",
     "set_num_threads",
     "set_to",
     "softmax",

@@ -18,6 +18,7 @@ from bedstone import (
     config,
     get_num_threads,
     num_threads_address,
+    set_default_num_threads,
     set_num_threads,
 )
 from bedstone.plan.config import SETTINGS, Config, current, settings_table
@@ -146,6 +147,33 @@ def test_the_cell_is_filled_before_it_is_asked_for():
         env={**os.environ, "BEDSTONE_NUM_THREADS": "7"},
     )  # fmt: skip
     assert done.stdout.strip() == "7"
+
+
+@pytest.mark.parametrize(
+    "chosen, environment, seen",
+    [
+        ("", {}, "3 2"),
+        ("", {"BEDSTONE_NUM_THREADS": "5"}, "5 5"),
+        ("b.set_num_threads(7)", {"BEDSTONE_NUM_THREADS": "5"}, "7 7"),
+        ("b.set_num_threads(7)", {}, "7 7"),
+    ],
+)
+def test_a_default_number_of_threads_gives_way_to_a_choice(chosen, environment, seen):
+    program = f"""
+import bedstone as b
+{chosen}
+b.set_default_num_threads(3)
+lent = b.get_num_threads()
+b.set_default_num_threads(None)
+print(lent, b.get_num_threads())
+"""
+    assert in_fresh_process(program, OMP_NUM_THREADS="2", **environment)[0] == seen
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "2"])
+def test_wrong_default_number_of_threads(wrong):
+    with pytest.raises(InvalidDescriptor, match="threads: got .*, expected an integer of 1 or"):
+        set_default_num_threads(wrong)
 
 
 def test_unknown_backend():

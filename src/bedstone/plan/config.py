@@ -91,10 +91,11 @@ def _from_environment() -> Config:
     except InvalidDescriptor as error:
         variable = next(s.variable for s in SETTINGS if s.name == error.argument)
         raise InvalidDescriptor(variable, error.value, error.expected) from None
-    return config if config.num_threads else replace(config, num_threads=_default_threads())
+    return config
 
 
 _process: Config | None = None
+_threads_chosen = False  # by BEDSTONE_NUM_THREADS or set_num_threads, that is
 _process_threads = ctypes.c_int64(0)  # the process's number of threads, for compiled code
 _current: ContextVar[Config | None] = ContextVar("bedstone_config", default=None)
 
@@ -106,8 +107,11 @@ def current() -> Config:
 
 
 def _of_process() -> Config:
+    global _threads_chosen
     if _process is None:
-        return _set_process(_from_environment())
+        found = _from_environment()
+        _threads_chosen = bool(found.num_threads)
+        return _set_process(replace(found, num_threads=found.num_threads or _default_threads()))
     return _process
 
 
@@ -139,9 +143,22 @@ def config(**settings: object) -> Iterator[Config]:
 
 def set_num_threads(threads: int) -> None:
     """Number of CPU threads of every later call in this process (1 or more)."""
+    global _threads_chosen
     if not isinstance(threads, int) or threads < 1:
         raise InvalidDescriptor("threads", threads, "an integer of 1 or more")
     _set_process(replace(_of_process(), num_threads=threads))
+    _threads_chosen = True
+
+
+def set_default_num_threads(threads: int | None) -> None:
+    """Number of CPU threads where nobody has chosen one, neither by `set_num_threads` nor by
+    BEDSTONE_NUM_THREADS: a framework's own number, while bedstone serves it. None: the usual
+    default again."""
+    if threads is not None and (not isinstance(threads, int) or threads < 1):
+        raise InvalidDescriptor("threads", threads, "an integer of 1 or more, or None")
+    settings = _of_process()
+    if not _threads_chosen:
+        _set_process(replace(settings, num_threads=threads or _default_threads()))
 
 
 def get_num_threads() -> int:

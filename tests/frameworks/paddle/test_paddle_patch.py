@@ -346,3 +346,40 @@ assert not any(level for name, level in after.items() if name.startswith("bedsto
     printed, errors = run(program)
     assert printed == ["1"]
     assert "bedstone" not in errors
+
+
+THREADS = """
+import paddle, bedstone
+import bedstone.frameworks.paddle as on_bedstone
+def seen():
+    numbers = []
+    with on_bedstone.enable(always=True):
+        with on_bedstone.enable():
+            numbers.append(bedstone.get_num_threads())
+        x = paddle.ones([4, 8])
+        x.stop_gradient = False
+        y = paddle.nn.functional.sigmoid(x)
+    x.register_hook(lambda _: numbers.append(bedstone.get_num_threads()))
+    y.sum().backward()  # after the block
+    return "".join(map(str, [*numbers, bedstone.get_num_threads()]))
+print(seen())
+paddle.base.core.set_num_threads(3)
+print(seen())
+with bedstone.config(num_threads=8):
+    print(seen())
+with on_bedstone.enable():
+    bedstone.set_num_threads(7)
+print(seen())
+"""
+
+
+@pytest.mark.parametrize(
+    "environment, seen",
+    [  # PaddlePaddle's own default is 1, which it writes into OMP_NUM_THREADS
+        ({}, "111 331 888 777"),
+        ({"OMP_NUM_THREADS": "4"}, "444 334 888 777"),
+    ],
+)
+def test_as_many_threads_as_paddle_unless_chosen(environment, seen):
+    """In a block, in a gradient after it, and outside both."""
+    assert run(THREADS, **environment)[0] == seen.split()

@@ -28,12 +28,10 @@ def main(args: argparse.Namespace) -> int:
     except ImportError as error:
         print(f"the demonstration needs {NEEDS} ({error})", file=sys.stderr)
         return 2
-    import bedstone
     import bedstone.frameworks.paddle as on_bedstone
 
-    # PaddlePaddle sets OMP_NUM_THREADS to 1 at its import, which bedstone reads later.
+    # PaddlePaddle has one thread, and set OMP_NUM_THREADS to 1, unless it is told.
     threads = int(os.environ.get("BEDSTONE_NUM_THREADS") or os.cpu_count() or 1)
-    bedstone.set_num_threads(threads)
     paddle.base.core.set_num_threads(threads)
     print(f"LeNet on {len(images)} digits of 32 x 32, {EPOCHS} epochs, {threads} threads")
     with on_bedstone.enable():

@@ -20,6 +20,7 @@ from typing import Any
 from paddle import Tensor, _C_ops
 from paddle.base import core
 
+from bedstone.frameworks.paddle import threads
 from bedstone.frameworks.paddle.plans import CPU
 
 # (index, saved tensors, dy, whether it is to be differentiated again) -> gradient
@@ -136,6 +137,7 @@ def _grad(outputs: Any, inputs: Any, gradients: Any, retain: bool, create: bool,
 
 def _within(current: _Pass, function: Callable[..., Any], *arguments: Any) -> Any:
     _running.passes.append(current)
+    threads.take()  # (the pass may run after the block of `enable()`)
     try:
         return function(*arguments)
     except Exception:
@@ -143,6 +145,7 @@ def _within(current: _Pass, function: Callable[..., Any], *arguments: Any) -> An
             raise current.error from None
         raise
     finally:
+        threads.give_back()
         _running.passes.pop()
         current.end()
 

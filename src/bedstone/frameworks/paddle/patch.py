@@ -18,7 +18,7 @@ from typing import Any
 import paddle
 
 from bedstone import InvalidDescriptor
-from bedstone.frameworks.paddle import gradients, plans
+from bedstone.frameworks.paddle import gradients, plans, threads
 from bedstone.frameworks.paddle.convolution import Convolution, GroupsFirst, Transposed
 from bedstone.frameworks.paddle.operators import Call, policy, replacement
 from bedstone.frameworks.paddle.pointwise import Activation, Gelu, Relu, Sloped, Softmax
@@ -70,6 +70,7 @@ def _take(asked: _Asked) -> None:
     names, always = asked
     with _lock:
         gradients.watch()
+        threads.take()
         policy.always += always
         for name in names:
             _depth[name] += 1
@@ -80,6 +81,7 @@ def _take(asked: _Asked) -> None:
 def _give_back(asked: _Asked) -> None:
     names, always = asked
     with _lock:
+        threads.give_back()
         policy.always -= always
         for name in names:
             _depth[name] -= 1
@@ -99,7 +101,9 @@ def patch(
     except_  names to leave native
     always   run bedstone's kernels also where PaddlePaddle's are known to be as fast
 
-    Calls add up: each needs its own `unpatch()`. Raises InvalidDescriptor for an unknown name.
+    Meanwhile bedstone has as many CPU threads as PaddlePaddle has now, unless somebody has chosen
+    bedstone's number. Calls add up: each needs its own `unpatch()`. Raises InvalidDescriptor for an
+    unknown name.
     """
     asked = (_chosen(only, except_), always)
     with _lock:
