@@ -100,6 +100,15 @@ def paddle_table() -> str | None:
     return "\n".join(rows)
 
 
+def jax_table() -> str | None:
+    """Calls of JAX and where they run, as its report says; None where it is not installed."""
+    if importlib.util.find_spec("jax") is None:
+        return None
+    from bedstone.frameworks.jax.coverage import coverage_table
+
+    return coverage_table()
+
+
 def caffenet_table() -> str:
     """The paper's table, from the measurement that is kept."""
     found = json.loads((ROOT / "bench/results/caffe-caffenet.json").read_text(encoding="utf-8"))
@@ -145,6 +154,7 @@ PARTS = {
     ("docs/from_cudnn.md", "cudnn"): cudnn_table,
     ("docs/pytorch.md", "torch"): torch_table,
     ("docs/paddle.md", "paddle"): paddle_table,
+    ("docs/jax.md", "jax"): jax_table,
     ("docs/caffe.md", "caffenet"): caffenet_table,
     ("docs/caffe.md", "caffe-layers"): caffe_layers,
 }

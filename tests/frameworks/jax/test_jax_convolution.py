@@ -19,7 +19,7 @@ from jax.test_util import check_grads  # noqa: E402
 from jax_cases import bj, clean, near, normal  # noqa: E402, F401 (clean: of every test)
 
 from bedstone import BedstoneError, InvalidDescriptor  # noqa: E402
-from bedstone.frameworks.jax import handler  # noqa: E402
+from bedstone.frameworks.jax import coverage, handler  # noqa: E402
 
 
 def close(a, b, tolerance=1e-4):
@@ -148,6 +148,16 @@ def test_what_is_left_to_jax_says_why():
     for words in ("dilated, and strides", "batch groups", "negative", "int32"):
         assert words in reasons, bj.report()
     assert not bj.report().own_calls
+
+
+def test_any_precision_that_jax_takes():
+    x, w = normal(1, 2, 6, 6), normal(3, 2, 3, 3)
+    with bj.enable():
+        for precision in (lax.Precision.HIGH, "highest", ("default", "float32")):
+            lax.conv(x, w, (1, 1), "SAME", precision=precision)
+        assert bj.report().own_calls == 3, bj.report()
+        with pytest.raises(ValueError, match="Precision"):
+            lax.conv(x, w, (1, 1), "SAME", precision="some")
 
 
 TRANSPOSED = [  # x, w, dilation of x, padding, dilation of w, groups
@@ -303,6 +313,18 @@ def test_gradients_without_a_kernel_are_jaxs(monkeypatch):
         ours = jax.grad(loss, (0, 1))(x, w)
     for a, b in zip(ours, native):
         close(a, b)
+
+
+def test_the_table_of_coverage_says_where_gradients_run(monkeypatch):
+    case = next(c for c in coverage.cases() if c.words == "`feature_group_count`")
+    assert coverage.where(case) == ("bedstone", "bedstone")
+    found = handler.target
+
+    def only_forward(problem, alpha=1.0):
+        return found(problem, alpha) if problem.direction == "forward" else "none"
+
+    monkeypatch.setattr(handler, "target", only_forward)
+    assert coverage.where(case) == ("bedstone", "JAX")
 
 
 CACHED = """

@@ -98,8 +98,9 @@ def take_convolution(
         raise Native("batch groups")
     if preferred_element_type is not None and preferred_element_type != x.dtype:
         raise Native("another element type of the result")
-    if precision not in (None, lax.Precision.DEFAULT, lax.Precision.HIGHEST):
-        raise Native(f"precision {precision}")
+    for least in precision if isinstance(precision, tuple) else (precision,):
+        if least is not None:
+            lax.Precision(least)  # a ValueError if it is none; products are whole whichever it is
     axes = x.ndim - 2
     numbers = lax.conv_dimension_numbers(x.shape, w.shape, dimension_numbers)
     strides = tuple(int(s) for s in window_strides)
