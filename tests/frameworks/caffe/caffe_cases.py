@@ -62,6 +62,7 @@ CASES = [
     ("Softmax", "", [(2, 5, 3)]),
     ("Softmax", "softmax_param { axis: 2 }", [(2, 5, 3)]),
     ("LRN", "lrn_param { local_size: 3 alpha: 0.8 }", [(2, 7, 3, 3)]),
+    ("LRN", "lrn_param { local_size: 9 alpha: 0.8 beta: 0.6 k: 2 }", [(2, 3, 2, 3)]),
     ("LRN", "lrn_param { local_size: 3 alpha: 0.8 norm_region: WITHIN_CHANNEL }", [(2, 2, 5, 5)]),
     ("BatchNorm", "batch_norm_param { use_global_stats: false }", [(3, 2, 4, 3)]),
     ("Scale", "scale_param { bias_term: true filler { type: \"gaussian\" } }", [(2, 3, 4)]),

@@ -9,6 +9,7 @@ pytest.importorskip("google.protobuf")
 from caffe_cases import CASES, fill, layer, network
 
 from bedstone import InvalidDescriptor
+from bedstone.frameworks.caffe import layers_product
 
 WEIGHTED = 'layer { name: "sum" type: "Reduction" bottom: "y" top: "loss" loss_weight: 0.7 }\n'
 
@@ -54,6 +55,17 @@ def test_in_place_is_the_same(kind, more):
         outputs.append([net.loss, net.blobs["a"].diff, *(b.diff for b in net.learnable_params)])
     for apart, in_place in zip(*outputs):
         np.testing.assert_allclose(apart, in_place, rtol=1e-5, atol=1e-6)
+
+
+def test_a_product_is_added_in_parts(monkeypatch):
+    rng = np.random.default_rng(6)
+    a, b, total = (rng.integers(-9, 10, shape).astype(float) for shape in ((7, 4), (4, 5), (7, 5)))
+    expected = total + a @ b
+    for part in (1, 10, 14, 1 << 20):  # a row, two rows (the last ones one), all of them
+        monkeypatch.setattr(layers_product, "PART", part)
+        found = total.copy()
+        layers_product.add_product(a, b, found)
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_stochastic_pooling_draws_elements_of_its_windows():

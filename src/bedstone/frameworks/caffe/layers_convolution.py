@@ -72,15 +72,17 @@ class Lowering:
             self.columns[(slice(None), *tap)] = self.image[(slice(None), *where)]
         return self.columns.reshape(-1, math.prod(self.out))
 
-    def raise_to(self, columns: np.ndarray, image: np.ndarray) -> None:
+    def matrix(self, image: np.ndarray) -> np.ndarray:
+        """Where to write a matrix that `raise_to` is to add up: as for `lower`."""
+        return (image if self.flat else self.columns).reshape(-1, math.prod(self.out))
+
+    def raise_to(self, image: np.ndarray) -> None:
         """image = the sum of what the matrix holds of each of its elements."""
         if self.flat:
-            image[...] = columns.reshape(image.shape)
             return
-        matrix = columns.reshape(self.channels, *self.window, *self.out)
         total = np.zeros_like(self.image)
         for tap, where in self._taps():
-            total[(slice(None), *where)] += matrix[(slice(None), *tap)]
+            total[(slice(None), *where)] += self.columns[(slice(None), *tap)]
         image[...] = total[(slice(None), *self._inside())]
 
 
@@ -224,7 +226,9 @@ class Convolving(Layer):
         groups = weight.reshape(self.group, -1, math.prod(weight.shape[1:]))
         for y, x in zip(product, image):
             rows = y.reshape(self.group, groups.shape[1], -1)
-            self._lowering.raise_to(np.matmul(groups.transpose(0, 2, 1), rows), x)
+            columns = self._lowering.matrix(x).reshape(self.group, groups.shape[2], -1)
+            np.matmul(groups.transpose(0, 2, 1), rows, out=columns)
+            self._lowering.raise_to(x)
 
     def _filter_gradient(self, image: np.ndarray, product: np.ndarray) -> None:
         """The weights' diff += sum over images and pixels of product * image."""

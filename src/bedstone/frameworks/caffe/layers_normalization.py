@@ -13,6 +13,7 @@ from bedstone.frameworks.caffe.blob import Blob
 from bedstone.frameworks.caffe.fillers import fill
 from bedstone.frameworks.caffe.layer import Layer
 from bedstone.frameworks.caffe.layers_activation import Elementwise
+from bedstone.frameworks.caffe.native_pooling import blocks
 from bedstone.frameworks.caffe.registry import register
 from bedstone.spec.normalization import LrnDesc, NormDesc
 
@@ -39,39 +40,67 @@ class Lrn(Layer):
         top[0].reshape(*shape)
         self._forward = self._backward = None
         x = self.packed(shape)
-        self._problem = LrnProblem("lrn_forward", x, x, self.lrn)
+        problem = LrnProblem("lrn_forward", x, x, self.lrn)
+        self._share = self.lrn.alpha / problem.reduction_length
         if self.on_bedstone:
             engines = self.net.engines
-            self._forward = engines.kernel(self, "forward", self._problem)
+            self._forward = engines.kernel(self, "forward", problem)
             problem = LrnProblem("lrn_backward", x, x, self.lrn)
             self._backward = engines.kernel(self, "backward", problem)
+        if self._forward is None or self._backward is None:
+            self._base = np.empty(shape, self.dtype)
 
     def forward(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         x = bottom[0].data
         if self._forward is not None:
             self._forward(x, top[0].data)
             return
-        self._base = self._base_of(x)
-        np.multiply(x, self._base**-self.lrn.beta, out=top[0].data)
+        self._find_base(x)
+        for images, base, y in blocks(x, self._base, top[0].data):
+            np.multiply(images, self._power(base), out=y)
 
-    def _base_of(self, x: np.ndarray) -> np.ndarray:
-        share = self.lrn.alpha / self._problem.reduction_length
-        return self.lrn.k + share * self.lrn.window_sum(x * x)
+    def _find_base(self, x: np.ndarray) -> None:
+        for images, base in blocks(x, self._base):
+            base[...] = self._window_sum(images * images)
+            base *= self._share
+            base += self.lrn.k
+
+    def _power(self, base: np.ndarray) -> np.ndarray:
+        """base ^ -beta, by the vectorised exponential and logarithm."""
+        logarithm = np.log(base)
+        logarithm *= -self.lrn.beta
+        return np.exp(logarithm, out=logarithm)
+
+    def _window_sum(self, values: np.ndarray) -> np.ndarray:
+        """The sum over the window around every element (of odd size: its own transpose)."""
+        for axis in self.lrn.axes(values.ndim):
+            lines = values.swapaxes(0, axis)
+            total = values.copy()
+            sums = total.swapaxes(0, axis)
+            for d in range(1, min(self.lrn.size // 2 + 1, len(lines))):
+                sums[:-d] += lines[d:]
+                sums[d:] += lines[:-d]
+            values = total
+        return values
 
     def backward(
         self, top: Sequence[Blob], propagate_down: Sequence[bool], bottom: Sequence[Blob]
     ) -> None:
         if not propagate_down[0]:
             return
-        x, dy = bottom[0].data, top[0].diff
+        x, dy, dx = bottom[0].data, top[0].diff, bottom[0].diff
         if self._backward is not None:
-            self._backward(x, dy, bottom[0].diff)
+            self._backward(x, dy, dx)
             return
-        share = self.lrn.alpha / self._problem.reduction_length
-        power = self._base**-self.lrn.beta
-        inner = self.lrn.window_sum(dy * power * (x / self._base), True)
-        factor = 2 * self.lrn.beta * share
-        bottom[0].diff[...] = dy * power - factor * x * inner
+        if self._forward is not None:
+            self._find_base(x)
+        for images, base, slopes, out in blocks(x, self._base, dy, dx):
+            direct = slopes * self._power(base)
+            through = direct * images
+            through /= base
+            np.multiply(self._window_sum(through), images, out=out)
+            out *= -2 * self.lrn.beta * self._share
+            out += direct
 
 
 @register("BatchNorm")

@@ -12,6 +12,19 @@ from bedstone.frameworks.caffe.fillers import fill
 from bedstone.frameworks.caffe.layer import Layer
 from bedstone.frameworks.caffe.registry import register
 
+# Elements of a product that is added to a matrix: the whole of it may be as large as all the
+# network's weights, and new memory costs as much time as the product.
+PART = 1 << 20
+
+
+def add_product(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> None:
+    """total += a @ b, some rows at a time."""
+    rows = max(1, PART // max(total.shape[1], 1))
+    part = np.empty((min(rows, len(total)), total.shape[1]), total.dtype)
+    for i in range(0, len(total), rows):
+        some = total[i : i + rows]
+        some += np.matmul(a[i : i + rows], b, out=part[: len(some)])
+
 
 @register("InnerProduct")
 class InnerProduct(Layer):
@@ -57,7 +70,8 @@ class InnerProduct(Layer):
         dy = top[0].diff.reshape(-1, top[0].shape[-1])
         x = bottom[0].data.reshape(len(dy), -1)
         if self.param_propagate[0]:
-            self.blobs[0].diff[...] += x.T @ dy if self.transposed else dy.T @ x
+            first, second = (x, dy) if self.transposed else (dy, x)
+            add_product(first.T, second, self.blobs[0].diff)
         if len(self.blobs) > 1 and self.param_propagate[1]:
             self.blobs[1].diff[...] += dy.sum(0)
         if propagate_down[0]:

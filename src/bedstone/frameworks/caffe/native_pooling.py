@@ -31,6 +31,13 @@ def axis_taps(n: int, out: int, window: int, stride: int, pad: int) -> Taps:
     return found
 
 
+def blocks(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
+    """The arrays, a few images at a time: as many as stay in the cache."""
+    step = max(1, BLOCK // max(math.prod(arrays[0].shape[1:]), 1))
+    for i in range(0, len(arrays[0]), step):
+        yield tuple(array[i : i + step] for array in arrays)
+
+
 class Windows:
     """The windows of one geometry over planes of one size.
 
@@ -55,13 +62,6 @@ class Windows:
         # Elements of each window, padding included up to the padded border.
         ends = [np.minimum(c + r, n + p) for c, r, n, p in zip(corners, window, size, pad)]
         self.counts = np.outer(*(end - c for end, c in zip(ends, corners)))
-
-    def _blocks(self, *arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
-        """The arrays, a few images at a time."""
-        image = math.prod(arrays[0].shape[1:])
-        step = max(1, BLOCK // max(image, 1))
-        for i in range(0, len(arrays[0]), step):
-            yield tuple(array[i : i + step] for array in arrays)
 
     def _taps(self, x: np.ndarray) -> Iterator[tuple[int, np.ndarray, tuple[slice, ...]]]:
         """For each tap its number, the elements of x there, and the outputs that have them."""
@@ -92,10 +92,10 @@ class Windows:
         """y = the maximum of each window, NaN where it holds one; places (intp) = the index of its
         first place in the plane, if given."""
         if places is None:
-            for images, tops in self._blocks(x, y):
+            for images, tops in blocks(x, y):
                 self._reduce(np.maximum, -np.inf, images, tops)
             return
-        for images, tops, found in self._blocks(x, y, places):
+        for images, tops, found in blocks(x, y, places):
             self._reduce(np.maximum, -np.inf, images, tops)
             if self.whole:
                 taps = images.reshape(*images.shape[:2], -1).argmax(2)
@@ -151,7 +151,7 @@ class Windows:
     def average(self, x: np.ndarray, y: np.ndarray) -> None:
         """y = the sum of each window over its count."""
         counts = self.counts.astype(x.dtype)
-        for images, tops in self._blocks(x, y):
+        for images, tops in blocks(x, y):
             self._reduce(np.add, 0.0, images, tops)
             tops /= counts
 
@@ -161,7 +161,7 @@ class Windows:
         if self.whole:
             dx[...] = dy / counts
             return
-        for slopes, images in self._blocks(dy, dx):
+        for slopes, images in blocks(dy, dx):
             shares = slopes / counts
             lines = np.zeros((*slopes.shape[:3], self.size[1]), dy.dtype)
             for outputs, inputs in self.columns:
