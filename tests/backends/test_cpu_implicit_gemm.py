@@ -81,14 +81,15 @@ ROWS_TRIED = (
     "n1c300h5w4k9r1",
     "n2c4w70k12s9p4",  # one axis
     "n1c40h9w8k16r5p2",  # many chunks of several runs
+    "n1c3h40w4k8r2p9u3",  # whole tiles of padding
+    "n2c8h5w11k16r2u4l3",  # phases that no tap reaches, gaps between those of others
 )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 @pytest.mark.parametrize(
     "direction, shape",
-    [("forward", shape) for shape in ROWS_TRIED]
-    + [("backward_data", shape) for shape in ROWS_TRIED if "u2" not in shape],
+    [(direction, shape) for direction in ("forward", "backward_data") for shape in ROWS_TRIED],
 )
 def test_rows(monkeypatch, direction, shape, dtype):
     if dtype == "bfloat16":
@@ -114,12 +115,12 @@ def test_rows_on_every_instruction_set(monkeypatch, target, shape):
         "forward n1c8h9k16r3p1 x=NHWC",
         "forward n1c8h9k16r3p1g2 x=NHWC y=NHWC",
         "forward n1c8d4h4w4k16t3r3s3p1 x=NDHWC y=NDHWC",
-        "backward_data n1c8h9k16r3p1u2 x=NHWC y=NHWC",
+        "backward_data n1c8h9k16r3p1u2 x=NHWC",
     ],
 )
 def test_rows_that_lie_otherwise_go_elsewhere(line):
     problem = parse_problem(f"convolution {line} float32")
-    assert row_blocking.view(problem) is None
+    assert not row_blocking.views(problem)
     assert implicit_gemm.kernel_of(problem, Target.named("haswell"))[0] is not RowProduct
 
 

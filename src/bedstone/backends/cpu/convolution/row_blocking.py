@@ -1,16 +1,18 @@
 """How row_product.py sees a problem and cuts it: lines of pixels, runs of the depth, tasks.
 
-A row of taps reads one run of memory for a pixel. The tile of the micro-kernel is the one that
-takes the fewest cycles for a line of pixels: a line is cut into tiles that differ by one pixel at
-most, so that none is half empty.
+Backward_data with a stride falls into phases: the pixels of dx of one residue are a convolution of
+stride 1 with those taps that meet dy. A row of taps reads one run of memory for a pixel. The tile
+of the micro-kernel is the one that takes the fewest cycles for a line of pixels: a line is cut
+into tiles that differ by one pixel at most, so that none is half empty.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from bedstone.backends.cpu.convolution.geometry import axis_line
+from bedstone.backends.cpu.convolution.geometry import Axis, axis_line
 from bedstone.backends.cpu.convolution.image_product import (
     DEPTH,
     FILTER_BYTES_MAX,
@@ -54,9 +56,10 @@ class Line:
 
 @dataclass(frozen=True)
 class View:
-    """The problem as the kernel sees it: `image` and `out` are strides in bytes of (batch, row,
+    """A phase as the kernel sees it: `image` and `out` are strides in bytes of (batch, row,
     column); inner channels are summed over, outer ones are the output's; both next to each other
-    in their tensors. `inner_filter`, `outer_filter`: their strides in the filter."""
+    in their tensors. `inner_filter`, `outer_filter`: their strides in the filter. `start`: bytes
+    from the output's origin to the phase's first pixel."""
 
     batch: int
     rows: Line
@@ -67,35 +70,58 @@ class View:
     outer: int
     inner_filter: int
     outer_filter: int
+    start: int = 0
+
+    @property
+    def empty(self) -> bool:
+        """Whether no tap reaches these pixels."""
+        return not (self.rows.shifts and self.columns.shifts)
 
 
 NOTHING = Line(1, 1, 1, (0,), (0,))
 
 
-def view(problem: ConvolutionProblem) -> View | None:
-    """The problem's rows; None where they do not lie as this kernel needs them."""
+@functools.lru_cache(maxsize=256)
+def views(problem: ConvolutionProblem) -> tuple[View, ...]:
+    """The problem's phases, one where nothing is strided backwards; none where rows do not lie as
+    this kernel needs them."""
     backward = problem.direction == "backward_data"
     conv, item = problem.conv, problem.x.dtype.itemsize
-    if conv.axes > 2 or conv.groups > 1 or (backward and set(conv.stride) != {1}):
-        return None
+    if conv.axes > 2 or conv.groups > 1:
+        return ()
     x, w, y = ([s * item for s in desc.strides] for desc in (problem.x, problem.w, problem.y))
     image, out, image_dims = (y, x, problem.y.dims) if backward else (x, y, problem.x.dims)
     inner, outer = (image_dims[1], problem.w.dims[1] if backward else problem.w.dims[0])
     if not (inner == 1 or image[1] == item) or image[-1] != inner * item or out[1] != item:
-        return None
-    lines = []
+        return ()
+    axes = []
     for a in range(conv.axes):
         found = axis_line(problem, a, x, w, y, backward)
-        taps = sorted((shift, t * w[2 + a]) for t, shift in found.residues[0][1])
-        shifts, filters = zip(*taps)
-        lines.append(Line(found.axis.limit, found.axis.size, found.axis.step, shifts, filters))
+        steps = len(found.residues)
+        size = problem.x.dims[2 + a] if backward else found.axis.size
+        # (bytes to the first pixel, line) of each residue.
+        axes.append([
+            (r * out[2 + a], _line(found.axis, -(-(size - r) // steps), taps, w[2 + a]))
+            for r, taps in found.residues
+        ])  # fmt: skip
+        out[2 + a] = found.axis.out
     if conv.axes == 1:
-        lines.insert(0, NOTHING)
+        axes.insert(0, [(0, NOTHING)])
         image, out = [*image[:2], 0, image[2]], [*out[:2], 0, out[2]]
     channels = (w[0], w[1]) if backward else (w[1], w[0])
     sides = [(s[0], s[2], s[3]) for s in (image, out)]
-    found = View(image_dims[0], *lines, *sides, inner, outer, *channels)
-    return _merged(found)
+    return tuple(
+        _merged(View(image_dims[0], down, across, *sides, inner, outer, *channels, i + j))
+        for i, down in axes[0]
+        for j, across in axes[1]
+    )
+
+
+def _line(axis: Axis, pixels: int, taps: Sequence[tuple[int, int]], stride: int) -> Line:
+    """A line from its (number, shift) of taps and the filter's stride."""
+    pairs = sorted((shift, t * stride) for t, shift in taps)
+    shifts, filters = zip(*pairs) if pairs else ((), ())
+    return Line(axis.limit, pixels, axis.step, shifts, filters)
 
 
 def _merged(v: View) -> View:
@@ -115,7 +141,7 @@ def _merged(v: View) -> View:
     filters = (v.rows.filters[0] + v.columns.filters[0],)
     return View(
         1, NOTHING, Line(size, size, 1, (0,), filters), (0, 0, v.image[2]), (0, 0, v.out[2]),
-        v.inner, v.outer, v.inner_filter, v.outer_filter,
+        v.inner, v.outer, v.inner_filter, v.outer_filter, v.start,
     )  # fmt: skip
 
 
@@ -256,13 +282,19 @@ def blocking_of(problem: ConvolutionProblem, v: View, target: Target) -> Blockin
 
 def work(problem: ConvolutionProblem, target: Target) -> float:
     """Flops of the peak rate that the kernel spends; infinite where it cannot do the problem."""
-    v = view(problem)
-    if v is None or problem.flops == 0:
+    phases = views(problem)
+    if not phases or problem.flops == 0:
         return float("inf")
+    return sum(_phase_work(problem, v, target) for v in phases)
+
+
+def _phase_work(problem: ConvolutionProblem, v: View, target: Target) -> float:
+    pixels = v.columns.pixels
+    if v.empty:
+        return v.batch * v.rows.pixels * pixels * v.outer * COPY_FLOPS
     plan = blocking_of(problem, v, target)
     if task_bytes(v, plan, plan.band, plan.block, plan.split) > SCRATCH_BYTES_MAX:
         return float("inf")
-    pixels = v.columns.pixels
     cycles, _, _ = line_cycles(
         pixels, v.outer, plan.chunk_depth, plan.rows, plan.vectors, plan.lanes
     )

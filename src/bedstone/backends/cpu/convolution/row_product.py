@@ -15,7 +15,7 @@ from typing import Any
 
 from bedstone.backends.cpu.activation import emit_epilogue
 from bedstone.backends.cpu.builder import F64, I64, KernelBuilder, itemsize
-from bedstone.backends.cpu.convolution.row_blocking import blocking_of, view
+from bedstone.backends.cpu.convolution.row_blocking import View, blocking_of, views
 from bedstone.backends.cpu.kernel import ENTRY
 from bedstone.backends.cpu.packing import fill_zero, load_strided
 from bedstone.backends.cpu.shuffles import transposed
@@ -28,14 +28,83 @@ L1_SHARE = 0.5  # of the first-level cache for a chunk of the filter that stays 
 
 
 class RowProduct:
-    """Emits the kernel."""
+    """Emits the kernel: one phase of the output's pixels after the other."""
 
     def __init__(self, problem: ConvolutionProblem, target: Target) -> None:
-        found = view(problem)
-        if found is None:
+        found = views(problem)
+        if not found:
             raise TypeError(f"rows of {problem} do not lie as this kernel needs them")
-        self.problem, self.view = problem, found
+        self.problem = problem
         self.k = KernelBuilder(target)
+        self.phases = [
+            _Phase(self.k, problem, v, f"tile{number}x")
+            for number, v in enumerate(found)
+            if not v.empty
+        ]
+        self.untouched = [v for v in found if v.empty]
+
+    @staticmethod
+    def describe(problem: ConvolutionProblem, target: Target) -> str:
+        """One line for explain()."""
+        found = [v for v in views(problem) if not v.empty]
+        if not found:
+            return ""
+        plan = blocking_of(problem, found[-1], target)
+        how = "reads rows in place" if plan.in_place else "copies rows"
+        phases = f"{len(found)} phases, the last: " if len(found) > 1 else ""
+        return (
+            f"{how}; {phases}tile {plan.rows} x {plan.columns}, vectors along channels; "
+            f"{plan.chunks} chunks of depth {plan.chunk_depth}; tasks of {plan.band} rows of "
+            f"{plan.block * plan.rows} pixels"
+        )
+
+    def emit(self) -> KernelBuilder:
+        """The whole module."""
+        k = self.k
+        for phase in self.phases:
+            phase.emit_tiles()
+        has_bias = self.problem.epilogue.bias
+        with k.entry(ENTRY, pointers=4 if has_bias else 3) as call:
+            if self.problem.direction == "forward":
+                image, filter_, *bias, out = call.pointers
+            else:
+                filter_, image, out = call.pointers
+                bias = []
+            packed = k.scratch(max((phase.packed_bytes for phase in self.phases), default=0))
+            for phase in self.phases:
+                phase.emit(call, image, filter_, bias[0] if bias else 0, out, packed)
+            for v in self.untouched:
+                self._scale(call, v, out)
+        return k
+
+    def _scale(self, call: Any, v: View, out: Int) -> None:
+        """out = beta * out for pixels that no tap reaches."""
+        k, dtype = self.k, str(self.problem.x.dtype)
+        sum_dtype = str(self.problem.x.dtype.accumulator)
+        item, lanes = itemsize(dtype), k.target.vector_bytes // itemsize(sum_dtype)
+        if 0 in (v.batch, v.rows.pixels, v.columns.pixels):
+            return
+        with k.parallel(v.batch * v.rows.pixels, call.threads) as job, job.each_task() as task:
+            n, p = task // v.rows.pixels, task % v.rows.pixels
+            row = out + v.start + n * v.out[0] + p * v.out[1]
+            with k.loop(0, v.columns.pixels) as q, k.loop(0, v.outer, lanes) as c:
+                mask = k.first_lanes(v.outer - c, lanes)
+                at = row + q * v.out[2] + c * item
+                value = k.variable(k.constant(0.0, sum_dtype, lanes))
+                with k.if_(call.beta.ne(0.0)):
+                    old = k.load(at, dtype, lanes, mask=mask)
+                    value.set(old * k.cast(call.beta, old))
+                k.store(value.value, at, dtype, mask=mask)
+
+
+class _Phase:
+    """Emits the pixels of one phase; `name` begins those of its functions."""
+
+    def __init__(
+        self, k: KernelBuilder, problem: ConvolutionProblem, found: View, name: str
+    ) -> None:
+        target = k.target
+        self.k, self.problem, self.view, self.name = k, problem, found, name
         self.dtype, self.sum_dtype = str(problem.x.dtype), str(problem.x.dtype.accumulator)
         self.item = itemsize(self.dtype)
         plan = self.plan = blocking_of(problem, found, target)
@@ -54,42 +123,24 @@ class RowProduct:
         self.filter_table = [r + s for r in rows.filters for s in columns.filters]
         stays = plan.panel_bytes * plan.split <= target.l1_bytes * L1_SHARE
         self.filters_inside = stays
+        self.packed_bytes = plan.part * plan.chunks * plan.panel_bytes
 
-    @staticmethod
-    def describe(problem: ConvolutionProblem, target: Target) -> str:
-        """One line for explain()."""
-        found = view(problem)
-        if found is None:
-            return ""
-        plan = blocking_of(problem, found, target)
-        how = "reads rows in place" if plan.in_place else "copies rows"
-        return (
-            f"{how}; tile {plan.rows} x {plan.columns}, vectors along channels; {plan.chunks} "
-            f"chunks of depth {plan.chunk_depth}; tasks of {plan.band} rows of "
-            f"{plan.block * plan.rows} pixels"
-        )
-
-    def emit(self) -> KernelBuilder:
-        """The whole module."""
-        k, plan = self.k, self.plan
+    def emit_tiles(self) -> None:
+        """The functions that `emit` calls."""
         for rows in self._sizes():
             self._emit_tile(rows)
-        has_bias = self.problem.epilogue.bias
-        with k.entry(ENTRY, pointers=4 if has_bias else 3) as call:
-            if self.problem.direction == "forward":
-                image, filter_, *bias, out = call.pointers
-            else:
-                filter_, image, out = call.pointers
-                bias = []
-            self.alpha, self.beta = call.alpha, call.beta
-            self.bias: IntLike = bias[0] if bias else 0
-            packed = k.scratch(plan.part * plan.chunks * plan.panel_bytes)
-            with k.loop(0, plan.panels, plan.part) as panel0:
-                panels = k.min(plan.panels - panel0, plan.part)
-                with k.parallel(panels, call.threads) as job, job.each_task() as panel:
-                    self._pack_filter(filter_, packed + panel * plan.panel_bytes, panel0 + panel)
-                self._multiply(call.threads, image, out, packed, panel0, panels)
-        return k
+
+    def emit(
+        self, call: Any, image: Int, filter_: Int, bias: IntLike, out: Int, packed: Int
+    ) -> None:
+        """Pack the filter, multiply; in parts where the filter is large."""
+        k, plan = self.k, self.plan
+        self.alpha, self.beta, self.bias = call.alpha, call.beta, bias
+        with k.loop(0, plan.panels, plan.part) as panel0:
+            panels = k.min(plan.panels - panel0, plan.part)
+            with k.parallel(panels, call.threads) as job, job.each_task() as panel:
+                self._pack_filter(filter_, packed + panel * plan.panel_bytes, panel0 + panel)
+            self._multiply(call.threads, image, out + self.view.start, packed, panel0, panels)
 
     def _sizes(self) -> list[int]:
         plan = self.plan
@@ -199,13 +250,13 @@ class RowProduct:
                 rest = (a, b, c, chunk, to, bias, v.outer - outer, self.alpha, self.beta)
                 sizes = self._sizes()
                 if len(sizes) == 1:
-                    k.call(f"tile{sizes[0]}", *rest)
+                    k.call(f"{self.name}{sizes[0]}", *rest)
                     return
                 with k.if_else(k.as_int(tile0 + t) < plan.long_tiles) as (long, short):
                     with long:
-                        k.call(f"tile{sizes[0]}", *rest)
+                        k.call(f"{self.name}{sizes[0]}", *rest)
                     with short:
-                        k.call(f"tile{sizes[1]}", *rest)
+                        k.call(f"{self.name}{sizes[1]}", *rest)
 
             filters = k.min(panels - begin, plan.split)
             with k.loop(0, plan.chunks) as chunk:
@@ -232,7 +283,7 @@ class RowProduct:
         down, across = v.rows, v.columns
         first = self._pixel_of(tile0) * across.step + across.shifts[0]
         last = (self._pixel_of(tile0 + tiles) - 1) * across.step + across.shifts[-1] + 1
-        left = k.max(first, 0)
+        left = k.min(k.max(first, 0), last)
         right = k.max(k.min(last, across.size), left)
         lanes, width = plan.lanes, (right - left) * v.inner
         before, after = (left - first) * v.inner, (last - right) * v.inner
@@ -262,7 +313,7 @@ class RowProduct:
         """tileN(a, b, c, chunk, out, bias, outer channels left, alpha, beta): the products of a
         chunk for N pixels; after the last chunk, out = act(alpha * sum + beta * out + bias)."""
         k, plan = self.k, self.plan
-        with k.function(f"tile{rows}", *[I64] * 7, F64, F64) as arguments:
+        with k.function(f"{self.name}{rows}", *[I64] * 7, F64, F64) as arguments:
             a, b, c, chunk, out, bias, left, alpha, beta = arguments
             zero = k.constant(0.0, self.sum_dtype, plan.lanes)
             self.sums = [[k.variable(zero) for _ in range(plan.vectors)] for _ in range(rows)]
