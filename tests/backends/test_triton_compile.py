@@ -11,6 +11,7 @@ from bedstone.backends.triton import (
     ahead,
     compile,
     convolution,
+    dropout,
     launch,
     normalization,
     pooling,
@@ -25,7 +26,7 @@ from bedstone.spec.problem import parse_problem
 pytestmark = pytest.mark.skipif(runtime.interpreting(), reason="TRITON_INTERPRET is set")
 
 MODULES = {
-    "activation": activation, "convolution": convolution,
+    "activation": activation, "convolution": convolution, "dropout": dropout,
     "normalization": normalization, "pooling": pooling, "softmax": softmax,
     "tensor_ops": tensor_ops,
 }  # fmt: skip
@@ -80,6 +81,11 @@ OTHERS = [
     "normalization inference 64x128x56x56 float32",
     "normalization backward 64x128x56x56 float32 kind=batch",
     "normalization backward 4096x1024 bfloat16 kind=rms",
+    "normalization lrn_forward 256x96x27x27 float32 size=5",
+    "normalization lrn_backward 256x96x27x27 float32 size=5",
+    "normalization lrn_backward 100x32x16x16 float64 size=3 region=within beta=0.6",
+    "dropout forward 256x4096 float32",
+    "dropout backward 256x4096 bfloat16 with_mask",
 ]
 
 
@@ -200,8 +206,9 @@ def test_accumulators_are_written_out():
 
 def test_compiling_ahead_fills_the_cache(tmp_path, capsys):
     line = "softmax forward 64x100 float32 axes=1"
+    untaken = "normalization lrn_forward 2x3x2x2x2x2 float32 region=within"
     with config(cache_dir=str(tmp_path)):
         assert ahead.main(["--architecture", "sm_90", line]) == 0
         assert len(list((tmp_path / "triton").iterdir())) == 1
-        assert ahead.main(["--architecture", "sm_90", "dropout forward 4x4 float32 ratio=0.5"]) == 1
+        assert ahead.main(["--architecture", "sm_90", untaken]) == 1
     assert "triton:online softmax_forward_kernel" in capsys.readouterr().out

@@ -74,6 +74,13 @@ PROBLEMS = [
     ("triton:rows_split", "normalization training 3x5x40x41 float32 kind=batch layout=NHWC"),
     ("triton:rows_split", "normalization backward 3x5x40x41 float32 kind=batch layout=NHWC"),
     ("triton:rows_split", "normalization backward 300x40 float32 kind=layer"),
+    ("triton:window", "normalization lrn_forward 2x7x5x3 float32 size=5"),
+    ("triton:window", "normalization lrn_backward 1x9x2x4 bfloat16 size=4 alpha=0.5 beta=0.6"),
+    ("triton:window", "normalization lrn_backward 2x3x4x5 float64 size=3 alpha=1.0 region=within"),
+    ("triton:pointwise", "dropout forward 2x3x5x7 float32 p=0.3 x=NHWC y=NCHW"),
+    ("triton:pointwise", "dropout backward 5x33 float64 p=0.5"),
+    ("triton:pointwise", "dropout forward 3x5x7 float16 p=0.1 with_mask"),
+    ("triton:pointwise", "dropout backward 3x5x7 bfloat16 p=0.1 with_mask"),
 ]  # fmt: skip
 # (fill, alpha, beta, placement), as the conformance suite has them but fewer.
 RUNS = [("random", -0.5, 1.0, "middle"), ("special", 1.0, 0.0, "end")]

@@ -1,4 +1,5 @@
-"""Normalisation on the GPU: batch, layer, group and RMS, in training, inference and backward.
+"""Normalisation on the GPU: batch, layer, group and RMS, in training, inference and backward (LRN
+is in lrn.py).
 
 Elements that share statistics are a row (the rows of softmax.py). Statistics are taken tile by
 tile, first the mean, then the squares around it, and tiles are merged by the formula of Chan,
@@ -16,6 +17,7 @@ from typing import Any
 
 from bedstone.backends.triton import chips, launch
 from bedstone.backends.triton import normalization_kernels as kernels
+from bedstone.backends.triton.lrn import Window
 from bedstone.backends.triton.softmax import Rows, rows_of
 from bedstone.backends.triton.walk import MAX_PROGRAMS, OUTER, common_word, power_of_two
 from bedstone.plan.algorithm import Algorithm, Kernel
@@ -278,4 +280,4 @@ def _launch(
     return launch.prepare(device, kernel, grid, arguments, constants, num_warps=WARPS)
 
 
-ALGORITHMS = (RowsWhole(), RowsSplit())
+ALGORITHMS = (RowsWhole(), RowsSplit(), Window())
