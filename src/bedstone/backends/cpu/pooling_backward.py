@@ -9,7 +9,10 @@ border of bands are searched twice.
 
 Average: dx gathers. A row first sums the rows of dy whose windows hold it (scaled by their taps)
 into a padded buffer; along the last axis the elements of each rest modulo the stride then read
-neighbouring elements of that buffer, and the rests are interleaved.
+neighbouring elements of that buffer. Lanes along columns: the rests are interleaved. Lanes along
+channels: a pixel's vectors are stored one after another; where the last of them is not full and
+rows are packed, whole into a second buffer, so that what one pixel writes too much the next one
+puts right, and only the end of the row needs a mask.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from bedstone.backends.cpu.irtypes import I32
 from bedstone.backends.cpu.pooling_reader import LocatedMaximum, WindowReader
 from bedstone.backends.cpu.pooling_windows import (
     LONGEST_STRIDED_LOAD,
+    UNROLLED_TAPS,
     Axis,
     lanes_along_channels,
     nested,
@@ -252,25 +256,34 @@ class AverageBackward(Backward):
 
     def __init__(self, k: KernelBuilder, problem: PoolingProblem, call: Call) -> None:
         super().__init__(k, problem, call)
-        sizes = [a.size for a in self.axes]
-        self.rows = (*self.planes, *(sizes if self.channels else sizes[:-1]))
+        sizes, last, channels = [a.size for a in self.axes], self.axes[-1], self.dx.dims[1]
+        # In one dimension pixels are shared out to threads, not rows.
+        unrolled = last.stride <= LONGEST_STRIDED_LOAD and last.taps <= UNROLLED_TAPS
+        self.pixels = self.channels and not (unrolled and len(self.axes) > 1)
+        self.rows = (*self.planes, *(sizes if self.pixels else sizes[:-1]))
+        packed = self.dx.strides[-1] == channels  # the pixels of a row
+        self.joined = packed and channels % self.lanes != 0 and channels < self.block
+        self.pitch = channels if self.joined else self.block  # elements of a pixel in buffers
 
     def emit(self) -> None:
         k, rows = self.k, math.prod(self.rows)
-        per_row = self.block if self.channels else self.dx.dims[-1]
-        per_unit = max(1, UNIT_ELEMENTS // per_row)
+        per_row = 1 if self.pixels else self.axes[-1].size
+        per_unit = max(1, UNIT_ELEMENTS // (per_row * (self.block if self.channels else 1)))
         units = -(-rows // per_unit)
-        scratch = 0 if self.channels else self._buffer_elements() * self.width
+        scratch = 0 if self.pixels else self._scratch_elements() * self.width
         with each_unit(k, self.call.threads, units, scratch, self.large) as (unit, buffer):
             self.output = Output(k, self.call, self.dtype, self.lanes)
             self.buffer = buffer
-            if not self.channels:
+            if not self.pixels:
                 self._clear()
             first = unit * per_unit
             with k.loop(first, k.min(first + per_unit, rows), at_least_once=True) as row:
                 n, c, *indices = unravel(row, self.rows)
-                if self.channels:
+                if self.pixels:
                     self._pixel(n, c * self.block, indices)
+                elif self.channels:
+                    self._sum_pixels(n, c * self.block, indices)
+                    self._spread_pixels(n, c * self.block, indices)
                 else:
                     self._sum_rows(n, c, indices)
                     self._spread_row(n, c, indices)
@@ -307,6 +320,65 @@ class AverageBackward(Backward):
             address = self.corner("dx", self.dx, n, c + number * lanes, *indices)
             self.output.store(total.value, address, 1, mask)
 
+    def _sum_pixels(self, n: IntLike, c: IntLike, indices: list[IntLike]) -> None:
+        """The buffer takes, a pixel of dy after another, the sums of the rows of dy whose windows
+        hold this row of dx."""
+        k, lanes, last, masks = self.k, self.lanes, self.axes[-1], self._masks(c)
+        with k.loop(0, last.windows) as q:
+            totals = [k.variable(k.constant(0.0, self.compute, lanes)) for _ in masks]
+
+            def add(windows: list[IntLike]) -> None:
+                factor = self.reciprocal(self.count(self.axes, [*windows, q]))
+                for number, (total, mask) in enumerate(zip(totals, masks)):
+                    address = self.corner("dy", self.dy, n, c + number * lanes, *windows, q)
+                    value = k.load(address, self.dtype, lanes, mask=mask)
+                    total.set(k.fma(value, factor, total.value))
+
+            self._each_window(self.axes[:-1], indices, add)
+            place = self.buffer + (self._padding() + q) * (self.pitch * self.width)
+            for number, total in enumerate(totals):
+                k.store(total.value, place, self.compute, number * lanes * self.width)
+
+    def _spread_pixels(self, n: IntLike, c: IntLike, indices: list[IntLike]) -> None:
+        """Every pixel adds up the windows along the row that hold it."""
+        k, lanes, last, masks = self.k, self.lanes, self.axes[-1], self._masks(c)
+        line = self.buffer + self._buffer_elements() * self.width
+        steps = self._steps()
+        with k.loop(0, steps) as step:
+            for rest in range(last.stride):
+                at = step * last.stride + rest
+                sums = [self._rest(step, rest, number) for number in range(self.vectors)]
+                if self.joined:
+                    for number, value in enumerate(sums):
+                        place = (at * self.pitch + number * lanes) * self.width
+                        k.store(value, line + place, self.compute)
+                    continue
+                with k.if_(self._on_row(at - last.low, rest)):
+                    for number, (value, mask) in enumerate(zip(sums, masks)):
+                        at_channel = c + number * lanes
+                        address = self.corner("dx", self.dx, n, at_channel, *indices, at - last.low)
+                        self.output.store(value, address, 1, mask)
+        if self.joined:
+            length = last.size * self.pitch
+            address = self.corner("dx", self.dx, n, c, *indices)
+            with k.loop(0, length, lanes) as j:
+                value = k.load(line + (last.low * self.pitch + j) * self.width, self.compute, lanes)
+                mask = k.first_lanes(length - j, lanes) if length % lanes else None
+                self.output.store(value, address + j * self.size, 1, mask)
+
+    def _on_row(self, at: IntLike, rest: int) -> Mask | bool:
+        """Whether positions of this rest are on dx."""
+        last = self.axes[-1]
+        if not last.low and (self._steps() - 1) * last.stride + rest < last.size:
+            return True
+        at = self.k.as_int(at)
+        return (at >= 0) & (at < last.size)
+
+    def _scratch_elements(self) -> int:
+        """Of the buffer, and of the second one where pixels are joined."""
+        line = self._steps() * self.axes[-1].stride * self.pitch + self.block if self.joined else 0
+        return self._buffer_elements() + line
+
     # Lanes along columns -----------------------------------------------------------------------
 
     def _padding(self) -> int:
@@ -314,10 +386,13 @@ class AverageBackward(Backward):
         last = self.axes[-1]
         return -(-(last.extent - 1 + last.stride) // last.stride)
 
+    def _steps(self) -> int:
+        """Strides from the row's low padding to its end."""
+        return -(-(self.axes[-1].size + self.axes[-1].low) // self.axes[-1].stride)
+
     def _buffer_elements(self) -> int:
-        last = self.axes[-1]
-        steps = -(-(last.size + last.low) // last.stride)
-        return self._padding() + max(steps, last.windows) + 2 * self.lanes
+        places = self._padding() + max(self._steps(), self.axes[-1].windows)
+        return places * self.pitch + self.block if self.channels else places + 2 * self.lanes
 
     def _clear(self) -> None:
         k, lanes = self.k, self.lanes
@@ -358,8 +433,7 @@ class AverageBackward(Backward):
     def _spread_row(self, n: IntLike, c: IntLike, indices: list[IntLike]) -> None:
         """Every element adds up the windows along the row that hold it."""
         k, lanes, last = self.k, self.lanes, self.axes[-1]
-        steps = -(-(last.size + last.low) // last.stride)
-        with k.loop(0, steps, lanes) as step:
+        with k.loop(0, self._steps(), lanes) as step:
             if last.stride <= LONGEST_STRIDED_LOAD:
                 sums = [self._rest(step, rest) for rest in range(last.stride)]
                 for number, value in enumerate(interleaved(k, sums)):
@@ -370,15 +444,17 @@ class AverageBackward(Backward):
                     at = step * last.stride + rest - last.low
                     self._store(n, c, indices, at, last.stride, self._any_rest(step, rest))
 
-    def _rest(self, step: IntLike, rest: int) -> Float:
-        """The sums of the elements (step + lane) * stride + rest - low."""
+    def _rest(self, step: IntLike, rest: int, number: int = 0) -> Float:
+        """The sums of the elements (step + lane) * stride + rest - low; or, lanes along channels,
+        of vector `number` of the pixel step * stride + rest - low."""
         k, last = self.k, self.axes[-1]
         total: Any = k.constant(0.0, self.compute, self.lanes)
         for tap in range(last.taps):
             back, remainder = divmod(tap * last.dilation - rest, last.stride)
             if remainder == 0:
-                place = self.buffer + (self._padding() + step - back) * self.width
-                total = total + k.load(place, self.compute, self.lanes)
+                at = self._padding() + step - back
+                at = at * self.pitch + number * self.lanes if self.channels else at
+                total = total + k.load(self.buffer + at * self.width, self.compute, self.lanes)
         return total
 
     def _any_rest(self, step: IntLike, rest: Int) -> Float:

@@ -41,6 +41,15 @@ SHAPES = (
     "n0c3h8r2u2",
     "n2c0h8r2u2",
 )
+# Channels last: few and many in a pixel, windows and strides short and long.
+CHANNELS_LAST = (
+    "n2c3h9w10r2u2",
+    "n1c6h8w11r3s2u2ph1_0pw2_1",
+    "n1c40h7w9r3u2p1",
+    "n2c5h6w12r2s3lh1lw2u1",
+    "n1c4h6w13r2s3uh2uw5",
+    "n1c3h4w20r2s11u1",
+)
 ROUNDED = (
     "n1c3h8r3u2 {} rounding=ceil",
     "n1c2h7r2u2p1 {} rounding=ceil",
@@ -75,6 +84,13 @@ def curated() -> list[Problem]:
         for option in options
         for shape in SHAPES
         if "h" in shape and "d" not in shape
+    ]
+    lines += [
+        f"{direction} {shape} {dtype} {option} x=NHWC y=NHWC"
+        for direction in DIRECTIONS
+        for option in options
+        for shape in CHANNELS_LAST
+        for dtype in DTYPES[::2]
     ]
     lines += [
         f"{direction} {line.format('float32')} {option}"
