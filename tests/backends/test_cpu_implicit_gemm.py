@@ -8,11 +8,12 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from bedstone.backends.cpu.builder import KernelBuilder
-from bedstone.backends.cpu.convolution import implicit_gemm, row_blocking
+from bedstone.backends.cpu.convolution import implicit_gemm, row_blocking, tap_product
 from bedstone.backends.cpu.convolution.data_gradient import DataGradient
 from bedstone.backends.cpu.convolution.filter_gradient import FilterGradient
 from bedstone.backends.cpu.convolution.image_product import ImageProduct
 from bedstone.backends.cpu.convolution.row_product import RowProduct
+from bedstone.backends.cpu.convolution.tap_product import TapProduct
 from bedstone.backends.cpu.kernel import ENTRY, compiled
 from bedstone.backends.cpu.microkernels import SHAPES, TILE, Tile, emit_tile
 from bedstone.backends.cpu.target import Target
@@ -108,6 +109,34 @@ def test_rows_on_every_instruction_set(monkeypatch, target, shape):
     run(f"convolution forward {shape} float32 x=NHWC w=NHWC y=NHWC", beta=1.0)
 
 
+TAPS_TRIED = (
+    "n2c3h13w11k21r3p1",
+    "n1c3h30w33k9r7s5u2p3",  # a tap at the end of a panel; several bands
+    "n1c1h9w40k300r3s2ph2_1pw0_3lh2",  # one channel, chunks of the depth, different by axis
+    "n2c4h11w10k17r2p2u3",  # pixels that no tap reaches
+    "n1c2h40w4k8r2p9u3",  # tiles of padding
+    "n3c2w70k12s9p4",  # one axis
+)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("shape", TAPS_TRIED)
+def test_taps(monkeypatch, shape, dtype):
+    monkeypatch.setattr(implicit_gemm, "kernel_of", lambda problem, target: (TapProduct, 1.0))
+    layout = "NWC" if "h" not in shape else "NHWC"
+    for layouts in (f"x={layout} w={layout} y={layout}", f"x={layout} y={layout}"):
+        problem = f"convolution backward_data {shape} {dtype} {layouts}"
+        assert tap_product.fits(parse_problem(problem), Target.current())
+        run(problem)
+        run(f"{problem} mode=convolution", beta=-1.0)
+
+
+@pytest.mark.parametrize("shape", TAPS_TRIED[:3])
+def test_taps_on_every_instruction_set(monkeypatch, target, shape):
+    monkeypatch.setattr(implicit_gemm, "kernel_of", lambda problem, target: (TapProduct, 1.0))
+    run(f"convolution backward_data {shape} float32 x=NHWC w=NHWC y=NHWC", beta=1.0)
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -134,6 +163,8 @@ def test_rows_that_lie_otherwise_go_elsewhere(line):
         ("backward_data n4c64h14k64r3p1", ImageProduct),
         ("backward_data n16c128h16k128r7", DataGradient),  # the image shrinks from 16 to 10
         ("backward_data n2c3h64k64r7u2p3", DataGradient),  # three channels
+        ("backward_data n2c3h64k64r7u2p3 x=NHWC y=NHWC", TapProduct),
+        ("backward_data n2c64h28k64r3u2p1 x=NHWC y=NHWC", RowProduct),  # phases
         ("backward_data n1c1h2000k16r3", ImageProduct),  # too large an image to own
         ("backward_filter n1c8h9k16r3p1", FilterGradient),
     ],

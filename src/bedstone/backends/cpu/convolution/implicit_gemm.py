@@ -4,8 +4,8 @@ Takes every convolution: one to three spatial axes, any strides of x, w and y, g
 padding, both modes, four dtypes, no workspace. The paper's lowered matrix (Chetlur et al., arXiv
 1410.0759, section 3) is packed piece by piece into each thread's scratch, where it meets the
 packed filter in a micro-kernel: image_product.py for forward and backward_data, row_product.py for
-those with channels last, data_gradient.py for those backward_data whose products would mostly meet
-padding, filter_gradient.py.
+those with channels last, tap_product.py for backward_data of few channels last, data_gradient.py
+for those backward_data whose products would mostly meet padding, filter_gradient.py.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from bedstone.backends.cpu.convolution import (
     filter_gradient,
     image_product,
     row_blocking,
+    tap_product,
 )
 from bedstone.backends.cpu.convolution.data_gradient import DataGradient
 from bedstone.backends.cpu.convolution.filter_gradient import FilterGradient
 from bedstone.backends.cpu.convolution.image_product import ImageProduct
 from bedstone.backends.cpu.convolution.row_product import RowProduct
+from bedstone.backends.cpu.convolution.tap_product import TapProduct
 from bedstone.backends.cpu.kernel import CompiledKernel, compiled
 from bedstone.backends.cpu.target import Target
 from bedstone.plan.algorithm import Algorithm
@@ -42,6 +44,8 @@ def kernel_of(problem: ConvolutionProblem, target: Target) -> tuple[Any, float]:
     ]
     if problem.direction == "backward_data" and data_gradient.fits(problem, target):
         ways.append((DataGradient, data_gradient.work(problem, target)))
+    if tap_product.fits(problem, target):
+        ways.append((TapProduct, tap_product.work(problem, target)))
     return min(ways, key=lambda way: way[1])
 
 
