@@ -2,7 +2,8 @@
 
 `engine: CUDNN` and DEFAULT mean bedstone; CAFFE means the native path (per-image lowering and BLAS
 for convolution). Where bedstone does not take a layer it falls back to the native path, as Caffe
-does, and says so: `net.engines.rows`.
+does, and says so: `net.engines.rows`. On a device, a layer that has no kernel or no code there
+runs on the host, between copies: a row "device" says why.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 
 from bedstone import Plan, Problem
 from bedstone.frameworks.caffe import schema
+from bedstone.frameworks.caffe.spaces import HOST, Host
 from bedstone.frameworks.planning import compiled_plan
 
 ALIGNMENT = 64
@@ -27,21 +29,26 @@ class Row:
 
     layer: str
     direction: str
-    engine: str  # "bedstone" or "native"
+    engine: str  # "bedstone", "native" or (direction "device") "host"
     what: str  # the algorithm, or why not bedstone
+
+
+class NoDeviceKernel(Exception):
+    """There is none for a problem; the message says why."""
 
 
 class Kernel:
     """A plan with the network's workspace; called with arrays in the order of the operands."""
 
-    def __init__(self, engines: Engines, plan: Plan) -> None:
-        self._engines, self._plan = engines, plan
+    def __init__(self, engines: Engines, plan: Plan, space: Host) -> None:
+        self._engines, self._plan, self._space = engines, plan, space
         self._size = plan.workspace_size
 
-    def __call__(self, *arrays: np.ndarray, alpha: float = 1.0, beta: float = 0.0) -> None:
-        workspace = self._engines.workspace(self._size) if self._size else 0
-        addresses = [a.__array_interface__["data"][0] for a in arrays]
-        self._plan(*addresses, workspace=workspace, alpha=alpha, beta=beta)
+    def __call__(self, *arrays: Any, alpha: float = 1.0, beta: float = 0.0) -> None:
+        space = self._space
+        workspace = self._engines.workspace(self._size, space) if self._size else 0
+        addresses = [space.address(array) for array in arrays]
+        self._plan(*addresses, workspace=workspace, alpha=alpha, beta=beta, stream=space.stream())
 
 
 class Engines:
@@ -53,7 +60,7 @@ class Engines:
     def __init__(self, forced: str | None = None) -> None:
         self.forced = None if forced == "DEFAULT" else forced
         self._rows: dict[tuple[str, str], Row] = {}
-        self._memory = np.empty(0, np.uint8)
+        self._memory: dict[Host, Any] = {}
 
     def wanted(self, layer: Any, param: Any = None) -> bool:
         """Whether a layer is to run on bedstone, by the `engine` field of its parameters."""
@@ -65,18 +72,28 @@ class Engines:
         return engine != "CAFFE"
 
     def kernel(self, layer: Any, direction: str, problem: Problem) -> Kernel | None:
-        """A kernel for a problem; None, noted, where bedstone has none."""
-        plan = compiled_plan(problem)
+        """A kernel for a problem, where the layer computes; None, noted, where bedstone has none.
+
+        Raises NoDeviceKernel where there is none on a device.
+        """
+        plan = compiled_plan(problem, layer.space.plans)
         if isinstance(plan, str):
+            if layer.space is not HOST:
+                raise NoDeviceKernel(f"{direction}: {plan}")
             self.fall_back(layer, direction, plan)
             return None
         self._note(layer.name, direction, "bedstone", plan.algorithm)
-        return Kernel(self, plan)
+        return Kernel(self, plan, layer.space)
 
     def fall_back(self, layer: Any, direction: str, reason: str) -> None:
         """Note that a layer runs natively, and why."""
         self._note(layer.name, direction, "native", reason)
         log.info("layer %s, %s: native path: %s", layer.name, direction, reason)
+
+    def to_host(self, layer: Any, reason: str) -> None:
+        """Note that a layer of a network on a device runs on the host, and why."""
+        self._note(layer.name, "device", "host", reason)
+        log.info("layer %s runs on the host: %s", layer.name, reason)
 
     def _note(self, layer: str, direction: str, engine: str, what: str) -> None:
         self._rows[layer, direction] = Row(layer, direction, engine, what)
@@ -89,14 +106,14 @@ class Engines:
     def __str__(self) -> str:
         return "\n".join(f"{r.layer:20} {r.direction:16} {r.engine:9} {r.what}" for r in self.rows)
 
-    def workspace(self, size: int) -> int:
-        """The address of so many bytes, shared by all layers."""
-        if self._memory.nbytes < size + ALIGNMENT:
-            self._memory = np.empty(size + ALIGNMENT, np.uint8)
-        address = self._memory.__array_interface__["data"][0]
-        return -(-address // ALIGNMENT) * ALIGNMENT
+    def workspace(self, size: int, space: Host) -> int:
+        """The address of so many bytes in a space, shared by all layers."""
+        held = self._memory.get(space)
+        if held is None or held.nbytes < size + ALIGNMENT:
+            held = self._memory[space] = space.empty((size + ALIGNMENT,), np.uint8)
+        return -(-space.address(held) // ALIGNMENT) * ALIGNMENT
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes of workspace held."""
-        return self._memory.nbytes
+        return sum(held.nbytes for held in self._memory.values())

@@ -10,6 +10,8 @@ import numpy as np
 
 from bedstone import TensorDesc
 from bedstone.frameworks.caffe.blob import Blob
+from bedstone.frameworks.caffe.engines import NoDeviceKernel
+from bedstone.frameworks.caffe.spaces import HOST, Host
 from bedstone.spec.errors import InvalidDescriptor
 
 
@@ -42,6 +44,10 @@ class Layer:
     forward(bottom, top)      top data from bottom data
     backward(top, propagate_down, bottom)   bottom diffs (overwritten) from top diffs where asked
                               for, gradients of own blobs (added to)
+
+    The last two get blobs whose arrays lie in `self.space`, and so do `self.own`, the layer's own
+    blobs; `self.xp` is NumPy or what has its names there. A type that says `host_only = None`
+    computes on devices too; one that does not runs on the host, and the blobs are copied.
     """
 
     bottoms: int | tuple[int, int | None] = 1
@@ -49,6 +55,8 @@ class Layer:
     loss = False  # whether the first top is a loss by default
     no_gradient: tuple[int, ...] = ()  # bottoms that never have one (labels)
     in_place = False  # whether a top may be the bottom of the same number
+    host_only: str | None = "this type of layer has no code for devices"  # why, or None
+    shows_bottom = False  # whether forward writes nothing: tops are the bottom's memory
 
     def __init__(self, param: Any, net: Any) -> None:
         self.param, self.net = param, net
@@ -60,6 +68,24 @@ class Layer:
         self.loss_weights: list[float] = []
         self.param_propagate: list[bool] = []  # whether each blob's gradient is wanted
         self._shapes: Any = None
+        self.space: Host = net.space
+
+    @property
+    def xp(self) -> Any:
+        """NumPy, or what has its names on the device."""
+        return self.space.xp
+
+    @property
+    def own(self) -> Sequence[Any]:
+        """The layer's blobs, with arrays where it computes."""
+        if self.net.space is HOST:
+            return self.blobs
+        return [blob.on(self.space) for blob in self.blobs]
+
+    def to_host(self, reason: str) -> None:
+        """Compute on the host from now on."""
+        self.space = HOST
+        self.net.engines.to_host(self, reason)
 
     def new_blob(self, shape: Sequence[int]) -> Blob:
         """A blob of the network's dtype."""
@@ -89,7 +115,11 @@ class Layer:
         """`reshape`, if a bottom's shape is another than last time."""
         shapes = [blob.shape for blob in bottom]
         if shapes != self._shapes:
-            self.reshape(bottom, top)
+            try:
+                self.reshape(bottom, top)
+            except NoDeviceKernel as missing:
+                self.to_host(str(missing))
+                self.reshape(bottom, top)
             self._shapes = shapes
 
     def setup(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:

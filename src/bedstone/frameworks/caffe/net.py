@@ -20,6 +20,7 @@ from bedstone.frameworks.caffe.engines import Engines
 from bedstone.frameworks.caffe.hdf5_files import hdf5_file
 from bedstone.frameworks.caffe.layer import Layer, naming, wrong
 from bedstone.frameworks.caffe.registry import layer_class
+from bedstone.frameworks.caffe.spaces import HOST, MATHS, Host, space_of
 from bedstone.spec.errors import InvalidDescriptor
 
 PHASES = ("TRAIN", "TEST")
@@ -38,6 +39,9 @@ class Net:
     level, stages  the rest of the state that layers are included by
     seed     of the fillers and of layers that draw random numbers
     dtype    of all blobs and of the computation: float32, or float64
+    gpu      the number of a GPU to compute on, or a space; None for what `set_mode_gpu` and
+             `set_mode_cpu` said last (the CPU)
+    math     on a GPU, of the products in float32: "ieee", or "tf32" for fewer digits
 
     Raises InvalidDescriptor, naming file or layer, for a network that makes no sense.
     """
@@ -52,6 +56,8 @@ class Net:
         stages: Sequence[str] = (),
         seed: int | None = None,
         dtype: Any = "float32",
+        gpu: int | Host | None = None,
+        math: str = "ieee",
     ) -> None:
         if phase not in PHASES:
             raise InvalidDescriptor("phase", phase, f"one of {PHASES}")
@@ -69,6 +75,10 @@ class Net:
         self.dtype = np.dtype(dtype)
         if self.dtype.name not in DTYPES:
             raise InvalidDescriptor("dtype", self.dtype.name, f"one of {DTYPES}")
+        self.space = space_of(gpu)
+        if math not in (MATHS if self.space is not HOST else MATHS[:1]):
+            raise InvalidDescriptor("math", math, f"one of {MATHS} on a GPU, {MATHS[0]} elsewhere")
+        self.math = math
         self.rng = np.random.default_rng(seed)
         self.engines = Engines(engine)
         self.name: str = read.name
@@ -114,6 +124,8 @@ class Net:
             with naming(param):
                 layer.check_counts(bottom, top)
                 layer.setup(bottom, top)
+                if self.space is not HOST and layer.host_only is not None:
+                    layer.to_host(layer.host_only)
                 self._place(layer, param)
                 layer.prepare(bottom, top)
             self._weigh(layer, param, top)
@@ -272,17 +284,27 @@ class Net:
         self.loss = 0.0
         for i in range(len(self.layers)):
             self.loss += self.forward_layer(i)
-        return {name: self.blobs[name].data for name in self.outputs}
+        return {name: self.blobs[name].on(HOST).data for name in self.outputs}
+
+    def _handed(self, i: int) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Bottoms and tops of layer i, with arrays where it computes."""
+        if self.space is HOST:
+            return self.bottoms[i], self.tops[i]
+        space = self.layers[i].space
+        return [b.on(space) for b in self.bottoms[i]], [t.on(space) for t in self.tops[i]]
 
     def forward_layer(self, i: int) -> float:
         """Run layer i; returns its part of the loss."""
-        layer, bottom, top = self.layers[i], self.bottoms[i], self.tops[i]
+        layer = self.layers[i]
         with naming(layer.param):
-            layer.prepare(bottom, top)
-            layer.forward(bottom, top)
+            layer.prepare(self.bottoms[i], self.tops[i])
+            layer.forward(*self._handed(i))
+        if self.space is not HOST and not layer.shows_bottom:
+            for blob in self.tops[i]:
+                blob.wrote("data", layer.space)
         return sum(
-            weight * float(blob.data.sum())
-            for weight, blob in zip(layer.loss_weights, top)
+            weight * float(blob.on(HOST).data.sum())
+            for weight, blob in zip(layer.loss_weights, self.tops[i])
             if weight
         )
 
@@ -296,16 +318,22 @@ class Net:
         """Run layer i backward."""
         if not self._runs_backward[i]:
             return
-        layer, top = self.layers[i], self.tops[i]
-        for weight, blob in zip(layer.loss_weights, top):
+        layer, needs = self.layers[i], self._needs[i]
+        for weight, blob in zip(layer.loss_weights, self.tops[i]):
             if weight:
-                blob.diff[...] = weight
-        layer.backward(top, self._needs[i], self.bottoms[i])
+                blob.on(HOST).diff = weight
+        bottom, top = self._handed(i)
+        layer.backward(top, needs, bottom)
+        if self.space is not HOST:
+            written = [*zip(needs, self.bottoms[i]), *zip(layer.param_propagate, layer.blobs)]
+            for wanted, blob in written:
+                if wanted:
+                    blob.wrote("diff", layer.space)
 
     def clear_param_diffs(self) -> None:
         """Set the gradients of all parameters to 0."""
         for blob in self.learnable_params:
-            blob.diff[...] = 0.0
+            blob.on(self.space).diff = 0.0
 
     # Weights -------------------------------------------------------------------------------------
 
@@ -342,7 +370,7 @@ class Net:
         """Show the other network's parameters, by layer name, as this one's own."""
         for name, blobs in self.params.items():
             for blob, theirs in zip(blobs, other.params.get(name, ())):
-                self._check_shape(name, blob, theirs.data)
+                self._check_shape(name, blob, theirs)
                 blob.share_data(theirs)
 
     def _check_shape(

@@ -20,6 +20,7 @@ import numpy as np
 
 from bedstone.frameworks.caffe import schema, wire
 from bedstone.frameworks.caffe.hdf5_files import hdf5_file
+from bedstone.frameworks.caffe.spaces import HOST
 from bedstone.spec.errors import InvalidDescriptor
 
 OURS = "bedstone_state"
@@ -81,7 +82,7 @@ def _write_model_hdf5(path: Path, net: Any, write_diff: bool) -> None:
             for layer in net.layers:
                 inner = group.create_group(layer.name)
                 for number, blob in enumerate(layer.blobs):
-                    inner[str(number)] = getattr(blob, kind)
+                    inner[str(number)] = getattr(blob.on(HOST), kind)
 
 
 def write_state(

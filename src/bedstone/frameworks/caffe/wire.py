@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from bedstone.frameworks.caffe.spaces import HOST
 from bedstone.spec.errors import InvalidDescriptor
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
@@ -289,7 +290,8 @@ def write_weights(file: BinaryIO, net: Any, write_diff: bool = False) -> None:
     for layer in net.layers:
         parts: list[Any] = [net.layer_proto(layer).SerializeToString()]
         for blob in layer.blobs:
-            inner = blob_parts([blob.data, blob.diff] if write_diff else [blob.data], blob.shape)
+            host = blob.on(HOST)
+            inner = blob_parts([host.data, host.diff] if write_diff else [host.data], blob.shape)
             parts += [_field(LAYER_BLOBS, _size(inner)), *inner]
         _send(file, LAYER, parts)
 
