@@ -6,7 +6,14 @@ import pytest
 
 pytest.importorskip("triton")
 
-from bedstone.backends.gluon.convolution import ALGORITHMS, filter_gradient, halo, patches, tiles
+from bedstone.backends.gluon.convolution import (
+    ALGORITHMS,
+    filter_gradient,
+    halo,
+    image_split,
+    patches,
+    tiles,
+)
 from bedstone.backends.gluon.convolution import implicit_gemm_ws as ws
 from bedstone.backends.triton import compile, launch, runtime
 from bedstone.backends.triton.convolution.geometry import Axis
@@ -209,6 +216,32 @@ def test_equal_cuts_are_preferred_where_they_nearly_fill_the_chip():
     assert filter_gradient.runs_for(4, 3, 132) == 12
 
 
+def test_a_division_by_a_fixed_number_is_a_multiplication():
+    edges = [2**k + d for k in range(31) for d in (-1, 0, 1)]
+    for divisor in (1, 2, 3, 5, 7, 8, 56, 641, 2**20 + 7, 2**30, 2**31 - 1):
+        multiplier, shift = ws.inverse_of(divisor)
+        assert multiplier < 2**32 and shift < 64
+        near = [divisor * q + d for q in (1, 2, 1000) for d in (-1, 0, 1)]
+        for n in (n for n in (*edges, *near, 2**31 - 1) if 0 <= n < 2**31):
+            assert n * multiplier >> shift == n // divisor
+
+
+def test_a_filter_s_parts_are_added_by_enough_programs():
+    few = halo.halo_work(problem("backward_filter n50c64h56k64r3p1 bfloat16 layout=NHWC"), 132)
+    many = halo.halo_work(problem("backward_filter n64c512h14k512r3p1 bfloat16 layout=NHWC"), 132)
+    for work in (few, many):
+        shape = filter_gradient.sum_shape(work)
+        programs = work.tiles * work.parts * work.rows * work.columns // shape["BLOCK"]
+        assert programs >= 4 * 132
+        assert shape["BLOCK"] * shape["SLOTS"] <= filter_gradient.SUM_LOADS
+
+
+def test_parts_end_where_the_next_begin():
+    cut = filter_gradient.FilterWork(9, 100, 7, 64, 64, 1, 0.0).cut.values
+    starts = [p * cut[0] + p * cut[1] // 7 for p in range(8)]
+    assert starts == [p * 900 // 7 for p in range(8)]
+
+
 @pytest.mark.parametrize("out, width", [(28, 14), (7, 8), (12, 12), (11, 12), (56, 14)])
 def test_halo_widths(out, width):
     assert halo.choose_width(out) == width
@@ -220,3 +253,48 @@ def test_workspace_is_asked_for_only_where_it_is_used():
     work = BY_NAME["implicit_gemm_ws_split"].work(found, DEVICE)
     assert work.workspace == (work.programs + work.tiles) * work.rows * work.columns * 4
     assert BY_NAME["implicit_gemm_ws_split"].workspace(found, DEVICE) == work.workspace
+
+
+@pytest.mark.parametrize("tile", tiles.IMAGE_TF32, ids=str)
+def test_every_tf32_tile_fits_shared_memory_and_does_not_spill(tile):
+    found = problem("forward n64c256h28k256r3p1 float32 layout=NHWC math=tf32")
+    view = ws.image_view(found)
+    patch = patches.choose_patch(view.geo.images, view.geo.axes, tile.bm, False)
+    (made,) = launch.launches_of(ws.image_launch(found, DEVICE, ws.ImageChoice(tile, patch, 0.0)))
+    report = compile.inspect(made.source, "sm_90", made.binary)
+    assert report.shared <= tiles.SHARED_BYTES
+    assert report.spilled_bytes <= SPILL_LIMIT and not report.warnings
+    assert report.count(WGMMA + r"[^\n]*tf32") >= 2 * tile.consumers
+
+
+def test_the_tf32_gradient_by_data_reads_a_turned_filter():
+    line = "backward_data n64c128h28k128r3p1 float32 layout=NHWC math=tf32"
+    found = dict(reports("implicit_gemm_ws", line))
+    assert list(found) == ["convolution_transform_kernel", "convolution_image_ws_kernel"]
+    assert found["convolution_image_ws_kernel"].count(WGMMA + r"[^\n]*tf32") >= 2
+    assert BY_NAME["implicit_gemm_ws"].workspace(problem(line), DEVICE) == problem(line).w.nbytes
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward_data"])
+def test_few_tiles_share_their_steps_among_programs(direction):
+    line = f"{direction} n8c512h7k512r3p1 bfloat16 layout=NHWC"
+    found = dict(reports("implicit_gemm_ws_split", line))
+    assert list(found) == ["convolution_image_ws_kernel", "convolution_image_sum_kernel"]
+    assert not any(report.spilled_bytes or report.warnings for report in found.values())
+    choice = image_split.choose_split(problem(line), tiles.IMAGE_HALF, tiles.MULTIPROCESSORS)
+    assert choice.parts > 1 and choice.count < tiles.MULTIPROCESSORS
+    workspace = BY_NAME["implicit_gemm_ws_split"].workspace(problem(line), DEVICE)
+    assert workspace == choice.nbytes
+
+
+def test_a_float32_image_that_is_written_may_stay_channels_first():
+    line = "forward n8c128h28k128r3p1 float32"
+    names = [n for n, _ in reports("implicit_gemm_transformed_input", line)]
+    assert names.count("convolution_transform_kernel") == 2  # x and w
+    for other, reason in (
+        ("forward n8c128h28k128r3p1 float16", "float32"),
+        ("backward_data n8c128h28k128r3p1u2 float32", "strided"),
+        ("forward n64c128h112k128r3p1 float32", "at most"),
+        ("backward_filter n8c128h28k128r3p1 float32", "writes none"),
+    ):
+        assert reason in BY_NAME["implicit_gemm_transformed_input"].supports(problem(other), DEVICE)

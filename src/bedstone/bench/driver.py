@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import bedstone
+from bedstone.bench import device_operands, peers
 from bedstone.bench.check import check
+from bedstone.bench.device_operands import DeviceOperands, in_turn
 from bedstone.bench.machine import Ceilings
 from bedstone.bench.operands import Operands
 from bedstone.bench.peers import PEERS, Declined, Side
 from bedstone.bench.timing import Times, in_turns, interleaved
-from bedstone.plan.runtime import runtime_of
+from bedstone.plan.runtime import Runtime, runtime_of
+
+AnyOperands = Operands | DeviceOperands
+DEVICE_SECONDS = 0.02  # that a GPU side is timed for, each round
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ def run(
     plan = handle.plan(problem, options.algorithm, options.workspace_limit, options.find)
     error = check(problem, plan) if options.check else 0.0
     runtime = runtime_of(handle.device.kind)
-    operands = Operands(problem, runtime)
+    operands = _operands(problem, runtime, options.device)
     workspace = runtime.empty(plan.workspace_size)
     ours = side_of(plan, operands, runtime.pointer(workspace))
     sides, notes = _peers(problem, operands, options)
@@ -96,27 +102,35 @@ def run(
         )
 
 
-def side_of(plan: bedstone.Plan, operands: Operands, workspace: int) -> Side:
-    """A plan as one side of a comparison; on a GPU its runtime's clock times it."""
-    kernel, pointers = plan.kernel, operands.pointers
+def _operands(problem: bedstone.Problem, runtime: Runtime, device: str) -> list[AnyOperands]:
+    """Sets of operands, to be used in turn; on a host one."""
+    if not device_operands.available(device):
+        return [Operands(problem, runtime)]
+    count = device_operands.sets_of(problem)
+    return [DeviceOperands(problem, device, seed) for seed in range(count)]
 
-    def call() -> None:
-        kernel(pointers, workspace, 1.0, 0.0, 0)
 
+def side_of(plan: bedstone.Plan, operands: Sequence[AnyOperands], workspace: int) -> Side:
+    """A plan over sets of operands as one side of a comparison; on a GPU its runtime's clock times
+    it."""
+    kernel = plan.kernel
+    calls = [functools.partial(kernel, made.pointers, workspace, 1.0, 0.0, 0) for made in operands]
+    call: Callable[[], Any] = in_turn(calls)
     if plan.device.kind == "cpu":
         return Side(call)
     runtime = runtime_of(plan.device.kind)
-    return Side(call, lambda: runtime.time(call, 0.05))
+    return Side(call, lambda: runtime.time(call, DEVICE_SECONDS))
 
 
 def _peers(
-    problem: bedstone.Problem, operands: Operands, options: Options
+    problem: bedstone.Problem, operands: Sequence[AnyOperands], options: Options
 ) -> tuple[dict[str, Side], list[str]]:
     """Sides by name, and the reasons of peers that decline."""
     sides, notes = {}, []
     for peer in options.peers:
         try:
-            sides[peer] = PEERS[peer](problem, operands.arrays(), options.device)
+            made = [PEERS[peer](problem, o.arrays(), options.device) for o in operands]
+            sides[peer] = made[0] if len(made) == 1 else peers.turning(made)
         except Declined as reason:
             notes.append(f"{peer}: {reason}")
     return sides, notes
@@ -125,6 +139,13 @@ def _peers(
 def _times(sides: list[Side]) -> list[Times]:
     clocks = [side.clock for side in sides if side.clock is not None]
     return in_turns(clocks) if clocks else interleaved([side.call for side in sides])
+
+
+def layout_of(descs: Sequence[bedstone.TensorDesc]) -> str:
+    """The layout of a problem's tensors. One whose axes of size 1 fit both orders (a 1x1 filter)
+    says channels first, so the first that can only be otherwise speaks for all."""
+    named = [str(desc.layout) for desc in descs if desc.layout]
+    return next((n for n in named if not n.startswith("NC")), named[0] if named else "strided")
 
 
 def _common(
@@ -137,7 +158,7 @@ def _common(
         "primitive": problem.primitive,
         "direction": problem.direction,
         "dtype": str(problem.dtype),
-        "layout": next((desc.layout for desc in descs if desc.layout), "strided"),
+        "layout": layout_of(descs),
         "threads": bedstone.get_num_threads() if plan.device.kind == "cpu" else 0,
         "algorithm": plan.algorithm,
         "ms": times.median * 1e3,

@@ -6,12 +6,13 @@ peer is a function here and an entry of PEERS.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import bedstone
 from bedstone.bench import lowering, paddle_peer, torch_peer
+from bedstone.bench.device_operands import in_turn
 from bedstone.bench.operands import Arrays
 from bedstone.bench.torch_peer import Declined
 
@@ -24,6 +25,12 @@ class Side:
 
     call: Callable[[], Any]
     clock: Callable[[], float] | None = None
+
+
+def turning(sides: Sequence[Side]) -> Side:
+    """Sides over several sets of operands as one that takes them in turn (PyTorch on a GPU)."""
+    call = in_turn([side.call for side in sides])
+    return Side(call, lambda: torch_peer.clock(call))
 
 
 def torch_side(problem: bedstone.Problem, arrays: Arrays, device: str) -> Side:

@@ -35,6 +35,8 @@ def environment(device: bedstone.Device, ceilings: Ceilings) -> dict[str, str]:
     for module in ("torch", "llvmlite", "triton"):
         if module in sys.modules:
             found[module] = str(getattr(sys.modules[module], "__version__", "?"))
+    if device.kind == "cuda" and "torch" in sys.modules:
+        found["cudnn"] = str(sys.modules["torch"].backends.cudnn.version())
     for name, rate in ceilings.flops.items():
         found[f"peak {name}"] = f"{rate / 1e9:.1f} GFLOP/s"
     if ceilings.bandwidth:

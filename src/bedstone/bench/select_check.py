@@ -65,7 +65,7 @@ def seconds_of(
     operands = Operands(problem, runtime)
     plans = [handle.plan(problem, name, workspace_limit) for name in names]
     memory = [runtime.empty(plan.workspace_size) for plan in plans]
-    sides = [side_of(p, operands, runtime.pointer(w)) for p, w in zip(plans, memory)]
+    sides = [side_of(p, [operands], runtime.pointer(w)) for p, w in zip(plans, memory)]
     clocks = [side.clock for side in sides if side.clock is not None]
     times = in_turns(clocks) if clocks else interleaved([s.call for s in sides], ROUNDS)
     return {name: measured.median for name, measured in zip(names, times)}

@@ -171,6 +171,7 @@ def prepare(
     constants: Mapping[str, Any],
     *,
     fallback: Callable[[], Kernel] | None = None,
+    overlaps: bool = False,
     **options: Any,
 ) -> Kernel:
     """The kernel `function` over `grid` programs (x, at most 2^31 - 1, then y, z up to 65535).
@@ -179,6 +180,8 @@ def prepare(
     options    num_warps, num_stages, ... as Triton takes them
     fallback   makes what runs when an address is not 16-byte aligned; by default the same kernel
                compiled without that assumption
+    overlaps   the kernel itself waits for the one before it on the stream (griddepcontrol.wait,
+               before it touches memory), so that it may start while that one ends
 
     A grid without programs gives a kernel that does nothing. Raises CompileError.
     """
@@ -192,10 +195,10 @@ def prepare(
 
     def unaligned() -> Kernel:
         source = source_of(function, arguments, constants, options, aligned=False)
-        return Launch(device, source, grid, arguments, None)
+        return Launch(device, source, grid, arguments, None, overlaps)
 
     source = source_of(function, arguments, constants, options)
-    return Launch(device, source, grid, arguments, fallback or unaligned)
+    return Launch(device, source, grid, arguments, fallback or unaligned, overlaps)
 
 
 def target_device(architecture: str) -> Device:
@@ -240,6 +243,7 @@ class Launch:
         grid: Sequence[int],
         arguments: Mapping[str, Argument],
         fallback: Callable[[], Kernel] | None,
+        overlaps: bool = False,
     ) -> None:
         self.source = source
         self.binary = compile.binary(source, device.architecture)
@@ -252,7 +256,7 @@ class Launch:
             *(grid[0] * self.binary.num_ctas, grid[1], grid[2]),
             *(32 * self.binary.num_warps, 1, 1, self.binary.shared),
         )
-        self._set_attributes()
+        self._set_attributes(overlaps)
         if device.index != COMPILE_ONLY:
             self._load()
 
@@ -295,17 +299,20 @@ class Launch:
         self._keep.append(value)
         return ctypes.addressof(value)
 
-    def _set_attributes(self) -> None:
-        if self.binary.num_ctas == 1:
-            return
-        cluster = (driver.LaunchAttribute * 2)()
-        cluster[0].id = driver.CLUSTER_DIMENSION
-        cluster[0].value[0:3] = [self.binary.num_ctas, 1, 1]
-        cluster[1].id = driver.CLUSTER_SCHEDULING
-        cluster[1].value[0] = 1  # spread
-        self._keep.append(cluster)
-        self._config.attributes = ctypes.addressof(cluster)
-        self._config.attribute_count = len(cluster)
+    def _set_attributes(self, overlaps: bool) -> None:
+        found: list[tuple[int, list[int]]] = []
+        if self.binary.num_ctas > 1:
+            found.append((driver.CLUSTER_DIMENSION, [self.binary.num_ctas, 1, 1]))
+            found.append((driver.CLUSTER_SCHEDULING, [1]))  # spread
+        if overlaps:
+            found.append((driver.PROGRAMMATIC_SERIALIZATION, [1]))
+        attributes = (driver.LaunchAttribute * len(found))()
+        for attribute, (number, values) in zip(attributes, found):
+            attribute.id = number
+            attribute.value[: len(values)] = values
+        self._keep.append(attributes)
+        self._config.attributes = ctypes.addressof(attributes) if found else None
+        self._config.attribute_count = len(found)
 
     def _load(self) -> None:
         if self.binary.scratch:

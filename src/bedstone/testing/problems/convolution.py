@@ -167,6 +167,11 @@ def curated() -> list[Problem]:
         for direction in DIRECTIONS[:3]
         for dtype in (*HALVES, "float32", "float32 math=tf32")
     ]
+    # A small filter and many pixels: sums of many parts.
+    found += [
+        _of("backward_filter", "n8c3h64k8r3p1", f"{dtype} layout=NHWC")
+        for dtype in ("bfloat16", "float32")
+    ]
     return found
 
 

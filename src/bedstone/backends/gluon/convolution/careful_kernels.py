@@ -26,6 +26,7 @@ from bedstone.backends.gluon.convolution.f16x3_kernels import (
     power,
 )
 from bedstone.backends.gluon.convolution.image_kernels import image_taps, image_tile
+from bedstone.backends.gluon.convolution.overlap import follow
 from bedstone.backends.gluon.convolution.ring import advance, make_ring
 
 MAGNITUDE = gl.constexpr(0x7FFFFFFF)  # the bits of |x|
@@ -36,7 +37,7 @@ PRODUCER_REGISTERS = gl.constexpr(40)
 @gluon.jit
 def careful_producer(
     x_desc, w_desc, list_ptr, a_bufs, w_bufs, empty, full,
-    tiles, columns, group_columns, group, box, size, taps, pad, stride, dilation, channels,
+    tiles, columns, group_columns, inverse, box, size, taps, pad, stride, dilation, channels,
     BK: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr, BACKWARD: gl.constexpr,
     UNIT: gl.constexpr, FLIP: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
@@ -47,7 +48,7 @@ def careful_producer(
     for item in range(gl.program_id(0), count, gl.num_programs(0)):
         tile = gl.load(list_ptr + 1 + item) // 2
         origin, rho, column = image_tile(
-            tile, tiles, columns, box, stride, group, BACKWARD and not UNIT
+            tile, tiles, columns, box, stride, inverse, BACKWARD and not UNIT
         )
         td, th, tw = image_taps(
             origin, rho, box, size, taps, pad, stride, dilation, BACKWARD, UNIT, FLIP
@@ -204,7 +205,7 @@ def add_odd(
 @gluon.jit
 def careful_consumer(
     y_ptr, bias_ptr, list_ptr, alpha, beta, act_a, act_b, a_bufs, w_bufs, bh, bl, empty, full,
-    tiles, columns, group, box, size, taps, pad, stride, dilation, channels,
+    tiles, columns, inverse, box, size, taps, pad, stride, dilation, channels,
     logs, out, out_strides, channel_stride, out_channels,
     BM: gl.constexpr, BK: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr,
     BACKWARD: gl.constexpr, UNIT: gl.constexpr, FLIP: gl.constexpr,
@@ -222,7 +223,7 @@ def careful_consumer(
     for item in range(gl.program_id(0), count, gl.num_programs(0)):
         entry = gl.load(list_ptr + 1 + item)
         half = entry % 2
-        origin, rho, column = image_tile(entry // 2, tiles, columns, box, stride, group, RESIDUES)
+        origin, rho, column = image_tile(entry // 2, tiles, columns, box, stride, inverse, RESIDUES)
         td, th, tw = image_taps(
             origin, rho, box, size, taps, pad, stride, dilation, BACKWARD, UNIT, FLIP
         )
@@ -254,7 +255,7 @@ def careful_consumer(
 @gluon.jit
 def convolution_image_careful_kernel(
     x_desc, w_desc, y_ptr, bias_ptr, list_ptr, alpha, beta, act_a, act_b,
-    tiles, columns, group_columns, group, box, size, taps, pad, stride, dilation, channels,
+    tiles, columns, group_columns, inverse, box, size, taps, pad, stride, dilation, channels,
     logs, out, out_strides, channel_stride, out_channels,
     BM: gl.constexpr, BK: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr,
     BACKWARD: gl.constexpr, UNIT: gl.constexpr, FLIP: gl.constexpr, DEPTH: gl.constexpr,
@@ -272,17 +273,18 @@ def convolution_image_careful_kernel(
     bh = gl.allocate_shared_memory(gl.float16, w_desc.block_type.shape, half)
     bl = gl.allocate_shared_memory(gl.float16, w_desc.block_type.shape, half)
     empty, full = make_ring(STAGES, 1)
+    follow()
     gl.warp_specialize(
         [
             (careful_consumer, (
                 y_ptr, bias_ptr, list_ptr, alpha, beta, act_a, act_b, a_bufs, w_bufs, bh, bl,
-                empty, full, tiles, columns, group, box, size, taps, pad, stride, dilation,
+                empty, full, tiles, columns, inverse, box, size, taps, pad, stride, dilation,
                 channels, logs, out, out_strides, channel_stride, out_channels,
                 BM, BK, BC, STAGES, BACKWARD, UNIT, FLIP, BIAS, ACTIVATION,
             )),
             (careful_producer, (
                 x_desc, w_desc, list_ptr, a_bufs, w_bufs, empty, full,
-                tiles, columns, group_columns, group, box, size, taps, pad, stride, dilation,
+                tiles, columns, group_columns, inverse, box, size, taps, pad, stride, dilation,
                 channels, BK, BC, STAGES, BACKWARD, UNIT, FLIP, DEPTH,
             )),
         ],

@@ -65,6 +65,31 @@ def finish(
 
 
 @gluon.jit
+def halves(acc):
+    """The first and the second half of a tile's columns."""
+    M: gl.constexpr = acc.type.shape[0]
+    N: gl.constexpr = acc.type.shape[1]
+    return acc.reshape([M, 2, N // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
+def store_direct(
+    acc, alpha, beta, y_ptr, bias_ptr, act_a, act_b, offset, inside, first, channels,
+    BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    """Blends in, finishes and stores a tile as it lies in registers, channels adjacent in memory;
+    for 32-bit types a warp then writes whole sectors. Offsets are in any layout."""
+    layout: gl.constexpr = acc.type.layout
+    offset = gl.convert_layout(offset, gl.SliceLayout(1, layout))
+    inside = gl.convert_layout(inside, gl.SliceLayout(1, layout))
+    v = add_old(acc, alpha, beta, y_ptr, offset, inside, first, channels, 1)
+    v = finish(v, bias_ptr, act_a, act_b, first, channels, BIAS, ACTIVATION)
+    k = first + gl.arange(0, v.type.shape[1], layout=gl.SliceLayout(0, layout))
+    mask = inside[:, None] & (k < channels)[None, :]
+    gl.store(y_ptr + offset[:, None] + k[None, :], v.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
 def store_pixels(
     v, y_ptr, first, channels, origin, rho, box, logs, out, out_strides, channel_stride, stride,
     first_row, RESIDUES: gl.constexpr, ORDER: gl.constexpr,

@@ -172,7 +172,7 @@ def split_launch(
     constants = {"BACKWARD": view.backward, "COLUMNS": width, "CHUNK": SPLIT_CHUNK // width}
     return launch.prepare(
         device, convolution_split_filter_kernel, (-(-columns // width),), arguments, constants,
-        num_warps=SPLIT_WARPS,
+        overlaps=True, num_warps=SPLIT_WARPS,
     )  # fmt: skip
 
 
@@ -200,7 +200,13 @@ def image_launch(
     count = choice.patch.count * geo.groups * -(-view.produced // tile.bk)
     grid = min(count, multiprocessors(device))
     return launch.prepare(
-        device, convolution_image_f16x3_kernel, (grid,), arguments, constants, num_warps=WARPS
+        device,
+        convolution_image_f16x3_kernel,
+        (grid,),
+        arguments,
+        constants,
+        overlaps=True,
+        num_warps=WARPS,
     )
 
 
@@ -225,5 +231,5 @@ def careful_launch(
     constants["STAGES"] = tiles.CAREFUL_STAGES
     return launch.prepare(
         device, convolution_image_careful_kernel, (multiprocessors(device),), arguments, constants,
-        num_warps=WARPS,
+        overlaps=True, num_warps=WARPS,
     )  # fmt: skip

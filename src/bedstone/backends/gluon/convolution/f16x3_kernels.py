@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from bedstone.backends.gluon.convolution.epilogue import add_old, finish, pixel_offsets
 from bedstone.backends.gluon.convolution.image_kernels import image_taps, image_tile, tile_count
+from bedstone.backends.gluon.convolution.overlap import follow
 from bedstone.backends.gluon.convolution.ring import advance, make_ring
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(232), gl.constexpr(24)
@@ -86,7 +87,7 @@ def unscale(acc, info):
 @gluon.jit
 def f16x3_producer(
     x_desc, w_desc, a_bufs, bh_bufs, bl_bufs, empty, full,
-    tiles, columns, group_columns, group, box, size, taps, pad, stride, dilation, channels,
+    tiles, columns, group_columns, inverse, box, size, taps, pad, stride, dilation, channels,
     BK: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr, BACKWARD: gl.constexpr,
     UNIT: gl.constexpr, FLIP: gl.constexpr, DEPTH: gl.constexpr, PRODUCTS: gl.constexpr,
 ):  # fmt: skip
@@ -98,7 +99,7 @@ def f16x3_producer(
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), count, gl.num_programs(0)):
-        origin, rho, column = image_tile(tile, tiles, columns, box, stride, group, RESIDUES)
+        origin, rho, column = image_tile(tile, tiles, columns, box, stride, inverse, RESIDUES)
         td, th, tw = image_taps(
             origin, rho, box, size, taps, pad, stride, dilation, BACKWARD, UNIT, FLIP
         )
@@ -165,7 +166,7 @@ def filter_planes(
 def f16x3_consumer(
     IDX: gl.constexpr, y_ptr, bias_ptr, info_ptr, list_ptr, alpha, beta, act_a, act_b,
     a_bufs, bh_bufs, bl_bufs, empty, full,
-    tiles, columns, group, box, size, taps, pad, stride, dilation, channels,
+    tiles, columns, inverse, box, size, taps, pad, stride, dilation, channels,
     logs, out, out_strides, channel_stride, out_channels,
     BM: gl.constexpr, BK: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr,
     BACKWARD: gl.constexpr, UNIT: gl.constexpr, FLIP: gl.constexpr,
@@ -184,7 +185,7 @@ def f16x3_consumer(
     phase = 0
     for tile in range(gl.program_id(0), count, gl.num_programs(0)):
         # Which tile, how many steps.
-        origin, rho, column = image_tile(tile, tiles, columns, box, stride, group, RESIDUES)
+        origin, rho, column = image_tile(tile, tiles, columns, box, stride, inverse, RESIDUES)
         td, th, tw = image_taps(
             origin, rho, box, size, taps, pad, stride, dilation, BACKWARD, UNIT, FLIP
         )
@@ -246,7 +247,7 @@ def f16x3_consumer(
 @gluon.jit
 def convolution_image_f16x3_kernel(
     x_desc, w_desc, y_ptr, bias_ptr, info_ptr, list_ptr, alpha, beta, act_a, act_b,
-    tiles, columns, group_columns, group, box, size, taps, pad, stride, dilation, channels,
+    tiles, columns, group_columns, inverse, box, size, taps, pad, stride, dilation, channels,
     logs, out, out_strides, channel_stride, out_channels,
     BM: gl.constexpr, BK: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr,
     BACKWARD: gl.constexpr, UNIT: gl.constexpr, FLIP: gl.constexpr, DEPTH: gl.constexpr,
@@ -272,25 +273,26 @@ def convolution_image_f16x3_kernel(
             w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout
         )
     empty, full = make_ring(STAGES, 2)
+    follow()
     gl.warp_specialize(
         [
             (f16x3_consumer, (
                 0, y_ptr, bias_ptr, info_ptr, list_ptr, alpha, beta, act_a, act_b,
                 a_bufs, bh_bufs, bl_bufs, empty, full,
-                tiles, columns, group, box, size, taps, pad, stride, dilation,
+                tiles, columns, inverse, box, size, taps, pad, stride, dilation,
                 channels, logs, out, out_strides, channel_stride, out_channels,
                 BM, BK, BC, STAGES, BACKWARD, UNIT, FLIP, BIAS, ACTIVATION, PRODUCTS,
             )),
             (f16x3_consumer, (
                 1, y_ptr, bias_ptr, info_ptr, list_ptr, alpha, beta, act_a, act_b,
                 a_bufs, bh_bufs, bl_bufs, empty, full,
-                tiles, columns, group, box, size, taps, pad, stride, dilation,
+                tiles, columns, inverse, box, size, taps, pad, stride, dilation,
                 channels, logs, out, out_strides, channel_stride, out_channels,
                 BM, BK, BC, STAGES, BACKWARD, UNIT, FLIP, BIAS, ACTIVATION, PRODUCTS,
             )),
             (f16x3_producer, (
                 x_desc, w_desc, a_bufs, bh_bufs, bl_bufs, empty, full,
-                tiles, columns, group_columns, group, box, size, taps, pad, stride, dilation,
+                tiles, columns, group_columns, inverse, box, size, taps, pad, stride, dilation,
                 channels, BK, BC, STAGES, BACKWARD, UNIT, FLIP, DEPTH, PRODUCTS,
             )),
         ],

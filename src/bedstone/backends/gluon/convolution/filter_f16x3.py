@@ -41,7 +41,8 @@ PASSES = 4.5  # over an image, of its float32 size: read twice, planes written a
 SCAN_PIXELS, SCAN_CHANNELS, SCAN_WARPS = 64, 64, 4
 SCAN_PROGRAMS = 16  # a multiprocessor
 CLEAR_BLOCK = 1024
-SUM_ROWS, SUM_WARPS, MAX_SUM_SLOTS = 4, 4, 8
+SUM_ROWS, SUM_WARPS = 2, 4
+SUM_LOADS, MAX_SUM_SLOTS = 8192, 32
 CAREFUL_HEIGHT, CAREFUL_PIXELS, CAREFUL_WARPS = 16, 16, 8  # a product has 16 rows or more
 
 
@@ -170,7 +171,9 @@ def clear_launch(device: Device, view: FilterView, where: Layout) -> Kernel:
     }
     grid = (-(-length // CLEAR_BLOCK),)
     constants = {"BLOCK": CLEAR_BLOCK}
-    return launch.prepare(device, convolution_clear_kernel, grid, arguments, constants, num_warps=4)
+    return launch.prepare(
+        device, convolution_clear_kernel, grid, arguments, constants, overlaps=True, num_warps=4
+    )
 
 
 def scan_launches(
@@ -208,7 +211,9 @@ def scan_launches(
     constants = {"PIXELS": SCAN_PIXELS, "CHANNELS": SCAN_CHANNELS}
     splitting = constants | {"PLANES": planes}
     return tuple(  # type: ignore[return-value]
-        launch.prepare(device, kernel, grid, arguments, numbers, num_warps=SCAN_WARPS)
+        launch.prepare(
+            device, kernel, grid, arguments, numbers, overlaps=True, num_warps=SCAN_WARPS
+        )
         for kernel, arguments, numbers in (
             (convolution_channel_range_kernel, common, constants),
             (convolution_split_image_kernel, split, splitting),
@@ -238,8 +243,7 @@ def main_launch(
     arguments: dict[str, launch.Argument] = {
         **maps,
         "part_ptr": launch.Scratch(DType.float32, where.parts),
-        "tiles": launch.Scalar(work.tiles),
-        "tile_steps": launch.Scalar(work.steps),
+        "cut": work.cut,
         "filter_tiles": launch.Scalar(-(-geo.filters // tile.bm)),
         "channel_tiles": launch.Scalar(-(-geo.channels // tile.bk)),
         "patches": Integers(patch.tiles),
@@ -254,7 +258,7 @@ def main_launch(
     }  # fmt: skip
     return launch.prepare(
         device, convolution_filter_f16x3_kernel, (work.programs,), arguments, constants,
-        num_warps=WARPS,
+        overlaps=True, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -295,6 +299,7 @@ def sum_launch(
 
     view, work = filter_view(problem), choice.work
     sharers = -(-work.programs // work.tiles) + 1
+    slots = min(MAX_SUM_SLOTS, SUM_LOADS // (SUM_ROWS * work.columns))
     x_top, dy_top = tops(view, where)
     arguments: dict[str, launch.Argument] = {
         "part_ptr": launch.Scratch(DType.float32, where.parts),
@@ -303,18 +308,17 @@ def sum_launch(
         "dy_top_ptr": launch.Scratch(DType.int32, dy_top),
         "dy_small_ptr": launch.Scratch(DType.int32, dy_top + marks(view)),
         "list_ptr": launch.Scratch(DType.int32, where.todo),
-        "tiles": launch.Scalar(work.tiles),
-        "tile_steps": launch.Scalar(work.steps),
+        "cut": work.cut,
         "programs": launch.Scalar(work.programs),
         **dw_arguments(problem, view, choice),
     }
     constants = {
         "BK": work.rows, "BC": work.columns, "ROWS": SUM_ROWS,
-        "SLOTS": min(MAX_SUM_SLOTS, 1 << (sharers - 1).bit_length()),
+        "SLOTS": min(slots, 1 << (sharers - 1).bit_length()),
     }  # fmt: skip
     return launch.prepare(
         device, convolution_filter_f16x3_sum_kernel, (sum_blocks(work),), arguments, constants,
-        num_warps=SUM_WARPS,
+        overlaps=True, num_warps=SUM_WARPS,
     )  # fmt: skip
 
 
@@ -345,5 +349,5 @@ def careful_launch(
     grid = (min(sum_blocks(work), 4 * multiprocessors(device)),)
     return launch.prepare(
         device, convolution_filter_careful_kernel, grid, arguments, constants,
-        num_warps=CAREFUL_WARPS,
+        overlaps=True, num_warps=CAREFUL_WARPS,
     )  # fmt: skip

@@ -31,6 +31,7 @@ from bedstone.backends.gluon.convolution.filter_kernels import (
     store_part,
     work_range,
 )
+from bedstone.backends.gluon.convolution.overlap import follow
 from bedstone.backends.gluon.convolution.ring import advance, make_ring
 from bedstone.backends.gluon.convolution.split_kernels import (
     INFINITE,
@@ -63,6 +64,7 @@ def pixel_offset(p, dims, strides):
 @triton.jit
 def convolution_clear_kernel(info_ptr, list_ptr, length, BLOCK: tl.constexpr):
     """Sets the channels' info and the length of the list to 0."""
+    follow()
     pid = tl.program_id(0)
     if pid == 0:
         tl.store(list_ptr, 0)
@@ -77,6 +79,7 @@ def convolution_channel_range_kernel(
 ):  # fmt: skip
     """top[c] = bits of the largest magnitude of a channel (a NaN counts as the largest). Programs
     take blocks of PIXELS x CHANNELS in turn, so that what is moved at a time lies together."""
+    follow()
     c = tl.program_id(0) % columns * CHANNELS + tl.arange(0, CHANNELS)
     top = tl.zeros((PIXELS, CHANNELS), tl.int32)  # reduced once, at the end
     step = tl.num_programs(0) // columns
@@ -97,6 +100,7 @@ def convolution_split_image_kernel(
 ):  # fmt: skip
     """The planes hi and lo * 2^11 (pixels x pitch) of a scaled image; small[c] = 1 for a channel
     with elements under 2^-29 of its largest."""
+    follow()
     c = tl.program_id(0) % columns * CHANNELS + tl.arange(0, CHANNELS)
     inside = c < channels
     e = tl.maximum(tl.load(top_ptr + c, mask=inside, other=0) >> 23, LEAST)
@@ -126,17 +130,17 @@ def convolution_split_image_kernel(
 @gluon.jit
 def planes_producer(
     xh_desc, xl_desc, dh_desc, dl_desc, ah_bufs, al_bufs, bh_bufs, bl_bufs, empty, full,
-    tiles, tile_steps, filter_tiles, channel_tiles, patches, box, taps, pad, stride, dilation,
+    cut, filter_tiles, channel_tiles, patches, box, taps, pad, stride, dilation,
     filters, channels,
     BK: gl.constexpr, BC: gl.constexpr, STAGES: gl.constexpr, DEPTH: gl.constexpr,
     PLANES: gl.constexpr,
 ):  # fmt: skip
     """Fills the ring as filter_producer does, with the planes of both images."""
-    run = work_range(tiles, tile_steps)
+    run = work_range(cut)
     stage = 0
     phase = 0
     for tile in range(run[0], run[1]):
-        begin, end = steps_of(tile, run, tile_steps)
+        begin, end = steps_of(tile, run, cut[2])
         g, kt, ct, rd, rh, rw = filter_tile(tile, filter_tiles, channel_tiles, taps)
         k = g * filters + kt * BK
         c = g * channels + ct * BC
@@ -170,7 +174,7 @@ def planes_producer(
 @gluon.jit
 def planes_consumer(
     IDX: gl.constexpr, part_ptr, ah_bufs, al_bufs, bh_bufs, bl_bufs, empty, full,
-    tiles, tile_steps,
+    cut,
     BK: gl.constexpr, BC: gl.constexpr, BP: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, PLANES: gl.constexpr,
 ):  # fmt: skip
@@ -180,11 +184,11 @@ def planes_consumer(
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BC, 16]
     )
-    run = work_range(tiles, tile_steps)
+    run = work_range(cut)
     stage = 0
     phase = 0
     for tile in range(run[0], run[1]):
-        begin, end = steps_of(tile, run, tile_steps)
+        begin, end = steps_of(tile, run, cut[2])
         acc = gl.zeros((ROWS, BC), gl.float32, layout)
         zero = gl.zeros((ROWS, BC), gl.float32, layout)
         for _ in range(begin, end):
@@ -210,7 +214,7 @@ def planes_consumer(
 @gluon.jit
 def convolution_filter_f16x3_kernel(
     xh_desc, xl_desc, dh_desc, dl_desc, part_ptr,
-    tiles, tile_steps, filter_tiles, channel_tiles, patches, box, taps, pad, stride, dilation,
+    cut, filter_tiles, channel_tiles, patches, box, taps, pad, stride, dilation,
     filters, channels,
     BK: gl.constexpr, BC: gl.constexpr, BP: gl.constexpr, STAGES: gl.constexpr,
     CONSUMERS: gl.constexpr, DEPTH: gl.constexpr, PLANES: gl.constexpr,
@@ -233,20 +237,21 @@ def convolution_filter_f16x3_kernel(
             xh_desc.dtype, [STAGES] + xh_desc.block_type.shape, xh_desc.layout
         )
     empty, full = make_ring(STAGES, CONSUMERS)
+    follow()
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (planes_consumer, (
                     0, part_ptr, ah_bufs, al_bufs, bh_bufs, bl_bufs, empty, full,
-                    tiles, tile_steps, BK, BC, BP, STAGES, CONSUMERS, PLANES,
+                    cut, BK, BC, BP, STAGES, CONSUMERS, PLANES,
                 )),
                 (planes_consumer, (
                     1, part_ptr, ah_bufs, al_bufs, bh_bufs, bl_bufs, empty, full,
-                    tiles, tile_steps, BK, BC, BP, STAGES, CONSUMERS, PLANES,
+                    cut, BK, BC, BP, STAGES, CONSUMERS, PLANES,
                 )),
                 (planes_producer, (
                     xh_desc, xl_desc, dh_desc, dl_desc, ah_bufs, al_bufs, bh_bufs, bl_bufs,
-                    empty, full, tiles, tile_steps, filter_tiles, channel_tiles, patches, box,
+                    empty, full, cut, filter_tiles, channel_tiles, patches, box,
                     taps, pad, stride, dilation, filters, channels, BK, BC, STAGES, DEPTH, PLANES,
                 )),
             ],
@@ -258,11 +263,11 @@ def convolution_filter_f16x3_kernel(
             [
                 (planes_consumer, (
                     0, part_ptr, ah_bufs, al_bufs, bh_bufs, bl_bufs, empty, full,
-                    tiles, tile_steps, BK, BC, BP, STAGES, CONSUMERS, PLANES,
+                    cut, BK, BC, BP, STAGES, CONSUMERS, PLANES,
                 )),
                 (planes_producer, (
                     xh_desc, xl_desc, dh_desc, dl_desc, ah_bufs, al_bufs, bh_bufs, bl_bufs,
-                    empty, full, tiles, tile_steps, filter_tiles, channel_tiles, patches, box,
+                    empty, full, cut, filter_tiles, channel_tiles, patches, box,
                     taps, pad, stride, dilation, filters, channels, BK, BC, STAGES, DEPTH, PLANES,
                 )),
             ],
@@ -305,23 +310,23 @@ def store_dw(
 @triton.jit
 def convolution_filter_f16x3_sum_kernel(
     part_ptr, dw_ptr, x_top_ptr, x_small_ptr, dy_top_ptr, dy_small_ptr, list_ptr, alpha, beta,
-    tiles, tile_steps, programs, filter_tiles, channel_tiles, taps, pixels,
+    cut, programs, filter_tiles, channel_tiles, taps, pixels,
     filters, channels, stride_k, stride_tap, stride_c, flip,
     BK: tl.constexpr, BC: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """dw = alpha * (sum of a tile's slots, in order, scales undone) + beta * dw; blocks of
     ROWS x BC that need more care go on the list instead."""
+    follow()
     pid = tl.program_id(0)
     tile, block, g, k0, c0, tap = sum_block(pid, filter_tiles, channel_tiles, taps, BK, BC, ROWS)
-    total = tiles.to(tl.int64) * tile_steps
-    start = tile.to(tl.int64) * tile_steps
-    begin = first_program(start, total, programs)
-    end = first_program(start + tile_steps - 1, total, programs)
+    start = tile * cut[2]
+    begin = first_program(start, cut, programs)
+    end = first_program(start + cut[2] - 1, cut, programs)
     o = tl.arange(0, ROWS * BC)
     acc = tl.zeros((ROWS * BC,), tl.float32)
     for p in range(begin, end + 1, SLOTS):
         q = p + tl.arange(0, SLOTS)
-        slot = (q + tile) * (BK * BC) + block * (ROWS * BC)
+        slot = (q + tile).to(tl.int64) * (BK * BC) + block * (ROWS * BC)
         ptr = part_ptr + slot[:, None] + o[None, :]
         acc += tl.sum(tl.load(ptr, mask=(q <= end)[:, None], other=0.0), 0)
     acc = tl.reshape(acc, (ROWS, BC))
@@ -362,6 +367,7 @@ def convolution_filter_careful_kernel(
 
     size, out   (n, d, h, w) of x and dy;  window  taps along d, h, w
     """
+    follow()
     count = tl.load(list_ptr)
     for item in range(tl.program_id(0), count, tl.num_programs(0)):
         pid = tl.load(list_ptr + 1 + item)

@@ -8,6 +8,7 @@ does so for windows three wide, sharing x between taps. Parts lie in workspace, 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,18 +24,22 @@ from bedstone.backends.gluon.convolution.implicit_gemm_ws import (
     general_kernel,
     multiprocessors,
     per_axis,
+    step_seconds,
 )
 from bedstone.backends.gluon.convolution.patches import Patch, choose_patch
 from bedstone.backends.triton import launch
-from bedstone.backends.triton.convolution.geometry import Axis, Geometry, geometry_of
+from bedstone.backends.triton.convolution.geometry import Axis, Geometry, geometry_of, word
 from bedstone.plan.algorithm import Algorithm, Kernel
 from bedstone.plan.device import Device
 from bedstone.spec.convolution import ConvolutionProblem
 from bedstone.spec.dtypes import DType
 from bedstone.spec.problem import Problem
 
-SUM_ROWS = 8  # rows of a block that a program of the sum kernel adds
-MAX_SUM_SLOTS = 8  # slots it loads at once
+# The kernel that adds the slots: a program loads so many numbers, of so many slots, at once. Many
+# slots of few elements are then read by enough programs (one tile of 9 x 64 x 64 in 132 slots took
+# 20 us when a program added 512 elements, 8 slots at once).
+SUM_LOADS, SUM_SLOTS, SUM_WARPS = 4096, 64, 4
+MAX_STEPS = 2**31 - 1
 # Runs may be fewer than multiprocessors by this share if that cuts every tile into equal parts:
 # it saves partial tiles, and programs in step read the same pixels at the same time (a 128-channel
 # 28x28 layer ran at 340 TFLOP/s with 132 unequal runs, at 585 with 126 equal ones).
@@ -71,6 +76,13 @@ def dw_strides(problem: ConvolutionProblem) -> tuple[int, int, int] | None:
     return found.strides if isinstance(found, Filter) else None
 
 
+def dw_word(dtype: DType, strides: tuple[int, int, int], channels: int) -> int:
+    """Elements that may be written to dw at once: a 16-byte word of them, or 1."""
+    unit = word(dtype.itemsize)
+    whole = strides[2] == 1 and not any(n % unit for n in (*strides[:2], channels))
+    return unit if whole else 1
+
+
 @dataclass(frozen=True)
 class FilterWork:
     """How a backward_filter is cut.
@@ -94,6 +106,12 @@ class FilterWork:
         slots = self.programs + self.tiles
         return slots * self.parts * self.rows * self.columns * 4
 
+    @property
+    def cut(self) -> Integers:
+        """The cut as the kernels take it: steps of a run, runs that have one more, steps of a
+        tile."""
+        return Integers((*divmod(self.tiles * self.steps, self.programs), self.steps))
+
 
 def runs_for(tile_count: int, steps: int, slots: int) -> int:
     """Into how many runs tile_count * steps steps are cut."""
@@ -102,6 +120,12 @@ def runs_for(tile_count: int, steps: int, slots: int) -> int:
         if whole >= WHOLE_CUTS * slots:
             slots = whole
     return max(1, min(slots, tile_count * steps))
+
+
+def part_bytes(tile_count: int, programs: int, elements: int) -> float:
+    """Of the partial tiles that the sum reads: every run begins one, and every tile that no run
+    begins with."""
+    return 4.0 * elements * (tile_count + programs - math.gcd(tile_count, programs))
 
 
 def work_seconds(work_steps: float, step: float, tail: float, bytes_moved: float) -> float:
@@ -125,12 +149,11 @@ def filter_choice(
     geo = filter_view(problem).geo
     patch = filter_patch(geo, tile.bc)
     count = geo.groups * geo.taps * -(-geo.filters // tile.bm) * -(-geo.channels // tile.bk)
-    slots = processors * tile.resident
-    programs = runs_for(count, patch.count, slots) if split else count
-    step = 2.0 * tile.bm * tile.bk * tile.bc / (tile.rate * 1e12 / slots)
-    rounds = -(-programs // slots)
+    programs = runs_for(count, patch.count, processors) if split else count
+    rounds = -(-programs // processors)
     steps = rounds * -(-count * patch.count // programs)
-    traffic = 8.0 * (programs + count) * tile.bm * tile.bk if split else 0.0
+    traffic = part_bytes(count, programs, tile.bm * tile.bk) if split else 0.0
+    step = step_seconds(tile, processors)
     seconds = work_seconds(steps, step, tile.tail * rounds, traffic)
     work = FilterWork(count, patch.count, programs, tile.bm, tile.bk, 1, seconds)
     return FilterChoice(tile, patch, work)
@@ -139,11 +162,12 @@ def filter_choice(
 @functools.lru_cache(maxsize=1024)
 def choose_filter(
     problem: ConvolutionProblem, processors: int, split: bool,
-    table: tuple[tiles.Tile, ...] = tiles.FILTER_HALF,
+    table: tuple[tiles.Tile, ...] | None = None,
 ) -> FilterChoice:  # fmt: skip
     """The tile of the least modelled time."""
-    fitting = [t for t in table if split or t.accumulators <= tiles.LIGHT_ACCUMULATORS]
-    choices = [filter_choice(problem, tile, processors, split) for tile in fitting]
+    if table is None:
+        table = tiles.FILTER_HALF if split else tiles.FILTER_HALF_WHOLE
+    choices = [filter_choice(problem, tile, processors, split) for tile in table]
     return min(choices, key=lambda choice: choice.work.seconds)
 
 
@@ -170,6 +194,10 @@ class FilterGradient(Algorithm):
         reason = images.refuses("x", view.x) or images.refuses("dy", view.dy)
         if reason is None and dw_strides(problem) is None:
             reason = "dw: its taps do not lie at equal distances"
+        if reason is None:
+            work = self.work(problem, device)
+            if work.tiles * work.steps > MAX_STEPS:
+                reason = f"needs {work.tiles * work.steps} steps; it counts to {MAX_STEPS}"
         return reason
 
     def work(self, problem: ConvolutionProblem, device: Device) -> FilterWork:
@@ -202,7 +230,7 @@ class FilterSplit(FilterGradient):
 
 
 class ImplicitGemm(FilterGradient):
-    """All three directions without workspace: images by ImplicitGemmWs, filters in whole tiles."""
+    """All three directions: images by ImplicitGemmWs, filters in whole tiles."""
 
     name = "gluon:implicit_gemm_ws"
     split = False
@@ -212,6 +240,11 @@ class ImplicitGemm(FilterGradient):
         if getattr(problem, "direction", "") == "backward_filter":
             return super().supports(problem, device)
         return self._images.supports(problem, device)
+
+    def workspace(self, problem: Problem, device: Device) -> int:
+        if problem.direction == "backward_filter":
+            return super().workspace(problem, device)
+        return self._images.workspace(problem, device)
 
     def estimate(self, problem: Problem, device: Device) -> float:
         if problem.direction == "backward_filter":
@@ -241,8 +274,7 @@ def filter_launch(
         "dw_ptr": launch.Pointer(2, problem.x.dtype),
         "part_ptr": part,
         **launch.factors(problem.x.dtype),
-        "tiles": launch.Scalar(work.tiles),
-        "tile_steps": launch.Scalar(work.steps),
+        "cut": work.cut,
         "filter_tiles": launch.Scalar(-(-geo.filters // tile.bm)),
         "channel_tiles": launch.Scalar(-(-geo.channels // tile.bk)),
         "patches": Integers(patch.tiles),
@@ -261,10 +293,11 @@ def filter_launch(
     constants: dict[str, Any] = {
         "BK": tile.bm, "BC": tile.bk, "BP": tile.bc, "STAGES": tile.stages,
         "CONSUMERS": tile.consumers, "DEPTH": view.x.depth, "PARTIAL": split,
+        "WORD": 1 if split else dw_word(problem.w.dtype, strides, geo.channels),
     }  # fmt: skip
     main = launch.prepare(
         device, convolution_filter_ws_kernel, (work.programs,), arguments, constants,
-        fallback=lambda: general_kernel(problem, device), num_warps=WARPS,
+        fallback=lambda: general_kernel(problem, device), overlaps=True, num_warps=WARPS,
     )  # fmt: skip
     if not split:
         return main
@@ -282,13 +315,11 @@ def sum_launch(
     strides = dw_strides(problem)
     if strides is None:
         raise ValueError(f"the filter {problem.w} has no single axis of taps")
-    sharers = -(-work.programs // work.tiles) + 1
     arguments: dict[str, launch.Argument] = {
         "part_ptr": launch.Scratch(DType.float32),
         "dw_ptr": launch.Pointer(2, problem.x.dtype),
         **launch.factors(problem.x.dtype),
-        "tiles": launch.Scalar(work.tiles),
-        "tile_steps": launch.Scalar(work.steps),
+        "cut": work.cut,
         "programs": launch.Scalar(work.programs),
         "filter_tiles": launch.Scalar(-(-geo.filters // work.rows)),
         "tap_groups": launch.Scalar(-(-taps // work.parts)),
@@ -299,12 +330,24 @@ def sum_launch(
         **{f"stride_{n}": launch.Scalar(s, "i64") for n, s in zip(("k", "tap", "c"), strides)},
         "flip": launch.Scalar(int(flip)),
     }
-    rows = max(1, SUM_ROWS * 64 // work.columns)
-    constants = {
-        "BK": work.rows, "BC": work.columns, "PARTS": work.parts, "ROWS": rows,
-        "SLOTS": min(MAX_SUM_SLOTS, 1 << (sharers - 1).bit_length()),
+    constants: dict[str, Any] = {
+        "BK": work.rows, "BC": work.columns, "PARTS": work.parts, **sum_shape(work)
     }  # fmt: skip
-    grid = work.tiles * work.parts * (work.rows // rows)
+    unit = dw_word(problem.x.dtype, strides, geo.channels)
+    if unit > 1:
+        constants["stride_c"] = 1
+        del arguments["stride_c"]
+        for name in ("stride_k", "stride_tap", "channels"):
+            arguments[name] = replace(arguments[name], divisor=unit)  # type: ignore[type-var]
+    grid = work.tiles * work.parts * (work.rows * work.columns // constants["BLOCK"])
     return launch.prepare(
-        device, convolution_filter_sum_kernel, (grid,), arguments, constants, num_warps=4
-    )
+        device, convolution_filter_sum_kernel, (grid,), arguments, constants, overlaps=True,
+        num_warps=SUM_WARPS,
+    )  # fmt: skip
+
+
+def sum_shape(work: FilterWork) -> dict[str, int]:
+    """How many elements, of how many slots at once, a program of the sum adds."""
+    sharers = -(-work.programs // work.tiles) + 1
+    slots = min(SUM_SLOTS, 1 << (sharers - 1).bit_length())
+    return {"BLOCK": min(SUM_LOADS // slots, work.rows * work.columns), "SLOTS": slots}

@@ -11,6 +11,7 @@ from bedstone.backends.gluon.convolution.filter_gradient import (
     FilterGradient,
     FilterWork,
     filter_view,
+    part_bytes,
     runs_for,
     sum_launch,
     work_seconds,
@@ -50,7 +51,7 @@ def halo_work(problem: ConvolutionProblem, processors: int) -> FilterWork:
     programs = runs_for(count, steps, processors)
     products = 2.0 * PARTS * BLOCK * BLOCK * IMAGES * width
     step = products / (tiles.HALO_RATE * 1e12 / processors)
-    traffic = 8.0 * (programs + count) * PARTS * BLOCK * BLOCK
+    traffic = part_bytes(count, programs, PARTS * BLOCK * BLOCK)
     seconds = work_seconds(-(-count * steps // programs), step, tiles.HALO_TAIL, traffic)
     return FilterWork(count, steps, programs, BLOCK, BLOCK, PARTS, seconds)
 
@@ -110,7 +111,6 @@ def halo_launch(
     # Then every column that a tap reads lies in the first box, or is padding.
     narrow = across == 1 and w.size + w.pad <= NARROW
     scalars = {
-        "tiles": work.tiles, "tile_steps": work.steps,
         "channel_tiles": -(-geo.channels // BLOCK), "row_tiles": -(-h.taps // ROWS),
         "out_rows": h.out, "in_rows": h.size, "across": across, "pad_h": h.pad, "pad_w": w.pad,
     }  # fmt: skip
@@ -118,6 +118,7 @@ def halo_launch(
         "x_desc": halo_map(0, view.x, NARROW if narrow else 2 * NARROW),
         "dy_desc": halo_map(1, view.dy, NARROW if width <= NARROW else 2 * NARROW),
         "part_ptr": launch.Scratch(DType.float32),
+        "cut": work.cut,
         **{name: launch.Scalar(value) for name, value in scalars.items()},
     }
     constants: dict[str, Any] = {
@@ -125,5 +126,5 @@ def halo_launch(
     }  # fmt: skip
     return launch.prepare(
         device, convolution_filter_halo_kernel, (work.programs,), arguments, constants,
-        num_warps=WARPS,
+        overlaps=True, num_warps=WARPS,
     )  # fmt: skip

@@ -23,6 +23,7 @@ from bedstone.backends.gluon.convolution.filter_kernels import (
     store_part,
     work_range,
 )
+from bedstone.backends.gluon.convolution.overlap import follow
 from bedstone.backends.gluon.convolution.ring import advance, make_ring
 
 ROWS = gl.constexpr(3)  # filter rows a tile, one a consumer
@@ -42,15 +43,15 @@ def atoms(bufs, atom, LENGTH: gl.constexpr):
 @gluon.jit
 def halo_producer(
     x_desc, dy_desc, dy_bufs, x_bufs, empty, full,
-    tiles, tile_steps, channel_tiles, row_tiles, out_rows, across, width, pad_h, pad_w,
+    cut, channel_tiles, row_tiles, out_rows, across, width, pad_h, pad_w,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fills the ring: a row of dy and the three rows of x that the filter rows meet."""
-    run = work_range(tiles, tile_steps)
+    run = work_range(cut)
     stage = 0
     phase = 0
     for tile in range(run[0], run[1]):
-        begin, end = steps_of(tile, run, tile_steps)
+        begin, end = steps_of(tile, run, cut[2])
         rt = tile % row_tiles
         ct = tile // row_tiles % channel_tiles
         kt = tile // (row_tiles * channel_tiles)
@@ -103,18 +104,18 @@ def row_products(dy_bufs, d, x_bufs, x, a0, a1, a2, layout: gl.constexpr, WIDTH:
 @gluon.jit
 def halo_consumer(
     ROW: gl.constexpr, part_ptr, dy_bufs, x_bufs, empty, full,
-    tiles, tile_steps, row_tiles, out_rows, in_rows, pad_h,
+    cut, row_tiles, out_rows, in_rows, pad_h,
     WIDTH: gl.constexpr, STAGES: gl.constexpr, SKIP: gl.constexpr,
 ):  # fmt: skip
     """Filter row ROW of the tiles: three accumulators of 64 filters x 64 channels."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 16]
     )
-    run = work_range(tiles, tile_steps)
+    run = work_range(cut)
     stage = 0
     phase = 0
     for tile in range(run[0], run[1]):
-        begin, end = steps_of(tile, run, tile_steps)
+        begin, end = steps_of(tile, run, cut[2])
         a0 = gl.zeros((BLOCK, BLOCK), gl.float32, layout)
         a1 = gl.zeros((BLOCK, BLOCK), gl.float32, layout)
         a2 = gl.zeros((BLOCK, BLOCK), gl.float32, layout)
@@ -141,7 +142,7 @@ def halo_consumer(
 @gluon.jit
 def convolution_filter_halo_kernel(
     x_desc, dy_desc, part_ptr,
-    tiles, tile_steps, channel_tiles, row_tiles, out_rows, in_rows, across, pad_h, pad_w,
+    cut, channel_tiles, row_tiles, out_rows, in_rows, across, pad_h, pad_w,
     WIDTH: gl.constexpr, STAGES: gl.constexpr, SKIP: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
     """Parts of dw[k, 3 rows, 3, c] = sum of dy * x, in slots of 9 blocks of 64 x 64 float32.
@@ -149,7 +150,7 @@ def convolution_filter_halo_kernel(
     x_desc   (h, w, n, c), box 1 x 16 x 8 x 64, or 1 x 8 x 8 x 64 if NARROW: images at most 7 wide
              with their padding, whose columns beyond the box stay zero
     dy_desc  (h, w, n, k), box 1 x WIDTH rounded up to 8 or 16 x 8 x 64
-    tiles    filter tiles x channel_tiles x row_tiles; a tile takes tile_steps = image groups x
+    tiles    are filter tiles x channel_tiles x row_tiles; one takes cut[2] = image groups x
              `across` patches of WIDTH columns x out_rows steps
     SKIP     leave out rows of x in the padding
     """
@@ -163,22 +164,23 @@ def convolution_filter_halo_kernel(
         for i in gl.static_range(STAGES * ROWS):
             atoms(x_bufs, i * ATOMS, ATOMS * IMAGES).store(zeros)
         fence_async_shared()
+    follow()
     gl.warp_specialize(
         [
             (halo_consumer, (
-                0, part_ptr, dy_bufs, x_bufs, empty, full, tiles, tile_steps, row_tiles,
+                0, part_ptr, dy_bufs, x_bufs, empty, full, cut, row_tiles,
                 out_rows, in_rows, pad_h, WIDTH, STAGES, SKIP,
             )),
             (halo_consumer, (
-                1, part_ptr, dy_bufs, x_bufs, empty, full, tiles, tile_steps, row_tiles,
+                1, part_ptr, dy_bufs, x_bufs, empty, full, cut, row_tiles,
                 out_rows, in_rows, pad_h, WIDTH, STAGES, SKIP,
             )),
             (halo_consumer, (
-                2, part_ptr, dy_bufs, x_bufs, empty, full, tiles, tile_steps, row_tiles,
+                2, part_ptr, dy_bufs, x_bufs, empty, full, cut, row_tiles,
                 out_rows, in_rows, pad_h, WIDTH, STAGES, SKIP,
             )),
             (halo_producer, (
-                x_desc, dy_desc, dy_bufs, x_bufs, empty, full, tiles, tile_steps, channel_tiles,
+                x_desc, dy_desc, dy_bufs, x_bufs, empty, full, cut, channel_tiles,
                 row_tiles, out_rows, across, WIDTH, pad_h, pad_w, STAGES,
             )),
         ],

@@ -1,8 +1,9 @@
 """gluon:implicit_gemm_ws, the warp-specialised implicit GEMM: the host's side of image_kernels.
 
-Forward and gradient by data for 16-bit channels-last images (and, with math="tf32", float32
-forward), without workspace. Which tile, which patch, which maps and numbers; the gradient by filter
-is in filter_gradient.
+Forward and gradient by data for channels-last images, 16-bit or, with math="tf32", float32; without
+workspace but for tf32's gradient by data, which reads a turned copy of the filter. Which tile,
+which patch, which maps and numbers; the gradient by filter is in filter_gradient, tiles that
+several programs share in image_split.
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ from bedstone.backends import gluon
 from bedstone.backends.gluon.convolution import images, tiles
 from bedstone.backends.gluon.convolution.images import Image, Quad, image_map, image_of
 from bedstone.backends.gluon.convolution.patches import Patch, choose_patch
+from bedstone.backends.gluon.convolution.turned import (
+    turn_launch,
+    turned_bytes,
+    turned_filter,
+    turns,
+)
 from bedstone.backends.triton import driver, launch
 from bedstone.backends.triton.convolution.geometry import Axis, Geometry, geometry_of, word
 from bedstone.plan.algorithm import Algorithm, Kernel
@@ -29,7 +36,7 @@ from bedstone.spec.problem import Problem
 HALVES = (DType.float16, DType.bfloat16)
 WARPS = 4  # of a consumer
 MAX_VIEWS = 4  # views of the output that the kernel takes
-L2_GROUP = 8  # patches walked together through all output channels
+L2_GROUP = 8  # patches walked together through all output channels, as in ring
 CHEAP_ACTIVATIONS = ("none", "relu", "leaky_relu", "clipped_relu", "clip")
 
 
@@ -113,6 +120,14 @@ def store_order(view: ImageView) -> str:
     return "rows" if images.refuses("y", view.target) else "tma"
 
 
+def store_of(view: ImageView, tile: tiles.Tile) -> str:
+    """How a tile leaves: as store_order says, but wide float32 tiles straight from registers,
+    since shared memory has no room for them beside the ring."""
+    store = store_order(view)
+    wide = view.target.dtype is DType.float32 and tile.accumulators > tiles.LIGHT_ACCUMULATORS
+    return "direct" if store == "tma" and wide else store
+
+
 @dataclass(frozen=True)
 class ImageChoice:
     """Tile and patch, and the seconds expected."""
@@ -131,13 +146,20 @@ def fits(tile: tiles.Tile, view: ImageView, store: str, activation: str) -> bool
 
 
 def image_seconds(tile: tiles.Tile, patch: Patch, view: ImageView, processors: int) -> float:
-    """Cost model: rounds of tiles over the chip, each its steps and a tail."""
+    """Cost model: rounds of tiles over the chip, each its steps and a tail; once more a tail to
+    begin, and in one of the rounds a tile that no padding shortens. Programs that share a
+    multiprocessor take as long as one after the other."""
     columns = view.geo.groups * -(-view.produced // tile.bk)
-    steps = patch.taps / max(patch.count, 1) * -(-view.reduced // tile.bc)
-    slots = processors * tile.resident
-    rounds = -(-patch.count * columns // slots)
-    step = 2.0 * tile.bm * tile.bk * tile.bc / (tile.rate * 1e12 / slots)
-    return rounds * (steps * step + tile.tail * 1e-6)
+    blocks = -(-view.reduced // tile.bc)
+    rounds = -(-patch.count * columns // processors)
+    longest = math.prod(-(-a.taps // a.u) if view.backward else a.taps for a in view.geo.axes)
+    steps = blocks * ((rounds - 1) * patch.taps / max(patch.count, 1) + longest)
+    return steps * step_seconds(tile, processors) + (rounds + 1) * tile.tail * 1e-6
+
+
+def step_seconds(tile: tiles.Tile, processors: int) -> float:
+    """What a step takes of a multiprocessor, all of them busy."""
+    return 2.0 * tile.bm * tile.bk * tile.bc / (tile.rate * 1e12 / processors)
 
 
 def table_of(problem: ConvolutionProblem) -> tuple[tiles.Tile, ...]:
@@ -171,6 +193,8 @@ def declines(problem: Problem, device: Device, dtypes: tuple[DType, ...]) -> str
         return f"made for {gluon.ARCHITECTURE}; the device is {device.architecture}"
     if problem.x.dtype not in dtypes:
         return f"takes {', '.join(dtypes)}; the problem is {problem.x.dtype}"
+    if problem.epilogue.shift:
+        return "adds nothing after the activation"
     if 0 in problem.x.dims or 0 in problem.w.dims:
         return "the problem has a dimension of size 0"
     if any(u > images.MAX_STEP for u in problem.conv.stride):
@@ -190,9 +214,6 @@ def image_declines(problem: ConvolutionProblem) -> str | None:
         reason = "backward_data with both stride and dilation on an axis"
     return reason
 
-    if problem.epilogue.shift:
-        return "adds nothing after the activation"
-
 
 class ImplicitGemmWs(Algorithm):
     """Warp-specialised implicit GEMM, forward and backward_data."""
@@ -208,8 +229,8 @@ class ImplicitGemmWs(Algorithm):
         if problem.x.dtype is DType.float32:
             if problem.math != "tf32":
                 return f'float32 only with math="tf32"; the problem asks for {problem.math}'
-            if problem.direction != "forward":
-                return "tf32 wants reduced channels innermost: forward only"
+            if problem.conv.groups > 1 and turns(problem):
+                return "tf32's backward_data takes one group"
         reason = image_declines(problem) or images.filter_refuses("w", images.filter_of(problem.w))
         if (
             reason is None
@@ -218,10 +239,18 @@ class ImplicitGemmWs(Algorithm):
             reason = f"{problem.conv.groups} groups are too narrow for its tiles"
         return reason
 
+    def workspace(self, problem: Problem, device: Device) -> int:
+        if not isinstance(problem, ConvolutionProblem):
+            return 0
+        return turned_bytes(problem)
+
     def estimate(self, problem: Problem, device: Device) -> float:
-        choice = choose_image(problem, table_of(problem), multiprocessors(device))  # type: ignore[arg-type]
+        if not isinstance(problem, ConvolutionProblem):
+            raise TypeError(f"not a convolution: {problem}")
+        choice = choose_image(problem, table_of(problem), multiprocessors(device))
         seconds = choice.seconds if choice is not None else math.inf
-        return tiles.LAUNCH_SECONDS + max(seconds, problem.bytes / tiles.BANDWIDTH)
+        seconds = max(seconds, problem.bytes / tiles.BANDWIDTH)
+        return turn_seconds(problem) + tiles.LAUNCH_SECONDS + seconds
 
     def build(self, problem: Problem, device: Device) -> Kernel:
         if not isinstance(problem, ConvolutionProblem):
@@ -229,7 +258,17 @@ class ImplicitGemmWs(Algorithm):
         choice = choose_image(problem, table_of(problem), multiprocessors(device))
         if choice is None:
             raise ValueError(f"no tile fits {problem}")
-        return image_launch(problem, device, choice)
+        main = image_launch(problem, device, choice)
+        if not turns(problem):
+            return main
+        return Guarded((turn_launch(problem, device), main), problem, device, "filter turned")
+
+
+def turn_seconds(problem: ConvolutionProblem) -> float:
+    """What turning the filter costs."""
+    if not turns(problem):
+        return 0.0
+    return tiles.LAUNCH_SECONDS + 2 * problem.w.nbytes / tiles.BANDWIDTH
 
 
 class Guarded(launch.Chain):
@@ -272,24 +311,21 @@ def image_launch(problem: ConvolutionProblem, device: Device, choice: ImageChoic
     view, tile, patch = image_view(problem), choice.tile, choice.patch
     count = patch.count * view.geo.groups * -(-view.produced // tile.bk)
     grid = min(count, multiprocessors(device) * tile.resident)
-    arguments, constants = image_arguments(problem, view, tile, patch)
+    arguments, constants = image_arguments(problem, view, tile, patch, store_of(view, tile))
     return launch.prepare(
         device, convolution_image_ws_kernel, (grid,), arguments, constants,
-        fallback=lambda: general_kernel(problem, device), num_warps=WARPS,
+        fallback=lambda: general_kernel(problem, device), overlaps=True, num_warps=WARPS,
     )  # fmt: skip
 
 
 def image_arguments(
-    problem: ConvolutionProblem, view: ImageView, tile: tiles.Tile, patch: Patch
+    problem: ConvolutionProblem, view: ImageView, tile: tiles.Tile, patch: Patch, store: str
 ) -> tuple[dict[str, launch.Argument], dict[str, Any]]:
     """Arguments and constants of the image kernel, by name."""
-    store, last = store_order(view), len(problem.operands) - 1
+    last = len(problem.operands) - 1
     arguments, constants = common_arguments(problem, view, tile, patch)
-    found = images.filter_of(problem.w)
-    if found is None:
-        raise ValueError(f"the filter {problem.w} has no single axis of taps")
-    w_box = (tile.bc, 1, tile.bk) if view.backward else (tile.bk, 1, tile.bc)
-    arguments["w_desc"] = images.filter_map(0 if view.backward else 1, found, w_box)
+    arguments["w_desc"], constants["K_MAJOR"] = filter_argument(problem, view, tile)
+    arguments["parts"] = launch.Scalar(1)
     half = halved(patch.box) if tile.consumers == 2 else patch.box
     arguments["half"] = Integers(tuple(b if b < whole else 0 for b, whole in zip(half, patch.box)))
     constants |= {"CONSUMERS": tile.consumers, "STORE": store}
@@ -302,6 +338,21 @@ def image_arguments(
         else:
             constants[name] = None
     return arguments, constants
+
+
+def filter_argument(
+    problem: ConvolutionProblem, view: ImageView, tile: tiles.Tile
+) -> tuple[launch.TensorMap, bool]:
+    """The map of the filter's boxes, and whether its reduced channels are innermost."""
+    innermost = (tile.bk, 1, tile.bc)
+    if turns(problem):
+        return images.filter_map(None, turned_filter(problem), innermost), True
+    found = images.filter_of(problem.w)
+    if found is None:
+        raise ValueError(f"the filter {problem.w} has no single axis of taps")
+    if view.backward:
+        return images.filter_map(0, found, (tile.bc, 1, tile.bk)), False
+    return images.filter_map(1, found, innermost), True
 
 
 def halved(box: Quad) -> Quad:
@@ -347,7 +398,7 @@ def common_arguments(
         "tiles": Integers(patch.tiles),
         "columns": launch.Scalar(geo.groups * group_columns),
         "group_columns": launch.Scalar(group_columns),
-        "group": launch.Scalar(L2_GROUP),
+        "inverse": inverses(L2_GROUP * geo.groups * group_columns, *patch.tiles[:0:-1]),
         "box": Integers(patch.box),
         "size": Integers(view.source.dims[1:4]),
         "taps": Integers(per_axis(geo, "taps")),
@@ -364,6 +415,20 @@ def common_arguments(
         "ACTIVATION": act.kind if act is not None else "none",
     }  # fmt: skip
     return arguments, constants
+
+
+def inverse_of(divisor: int) -> tuple[int, int]:
+    """(multiplier, shift) with n // divisor == n * multiplier >> shift for 0 <= n < 2^31, the
+    multiplier below 2^32. It exceeds 2^shift / divisor by less than 1, the product its due by less
+    than 2^31, which is no more than 2^shift / divisor (Granlund and Montgomery, 1994)."""
+    shift = 31 + (divisor - 1).bit_length()
+    return -(-(1 << shift) // divisor), shift
+
+
+def inverses(*divisors: int) -> Integers:
+    """What ring.quotient takes: multipliers as the 32-bit numbers of the same bits."""
+    pairs = (inverse_of(divisor) for divisor in divisors)
+    return Integers(tuple(n for m, shift in pairs for n in (m - (m >> 31 << 32), shift)))
 
 
 def per_axis(geo: Geometry, name: str) -> tuple[int, int, int]:

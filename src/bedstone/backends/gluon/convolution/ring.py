@@ -9,6 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+L2_GROUP = gl.constexpr(8)  # rows of tiles walked together
+
 
 @gluon.jit
 def make_ring(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
@@ -36,14 +38,29 @@ def previous(stage, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def grouped(tile, rows, columns, group):
-    """Tile number -> (row, column): `group` rows are walked together, so that the operands of the
-    tiles in flight stay in the L2 cache."""
-    span = group * columns
-    first = tile // span * group
-    size = gl.minimum(rows - first, group)
-    inside = tile % span
-    return first + inside % size, inside // size
+def quotient(n, inverse, WHICH: gl.constexpr):
+    """n // divisor for 0 <= n < 2^31, by a multiplication with the divisor's inverse: pairs of
+    (multiplier, shift) made by implicit_gemm_ws.inverse_of. A division takes a hundred cycles, and
+    a tile's place six of them, one after the other, before its first load."""
+    multiplier = inverse[2 * WHICH].to(gl.uint32, bitcast=True).to(gl.int64)
+    return ((n.to(gl.int64) * multiplier) >> inverse[2 * WHICH + 1]).to(gl.int32)
+
+
+@gluon.jit
+def grouped(tile, rows, columns, inverse):
+    """Tile number -> (row, column): L2_GROUP rows are walked together, so that the operands of the
+    tiles in flight stay in the L2 cache. inverse: first of L2_GROUP * columns."""
+    whole = quotient(tile, inverse, 0)
+    inside = tile - whole * (L2_GROUP * columns)
+    first = whole * L2_GROUP
+    size = rows - first
+    row = inside % L2_GROUP
+    column = inside // L2_GROUP
+    if size < L2_GROUP:
+        size = gl.maximum(size, 1)
+        row = inside % size
+        column = inside // size
+    return first + row, column
 
 
 @gluon.jit

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from bedstone.backends.gluon.convolution.overlap import follow
+
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITE = tl.constexpr(0x7F800000)  # the bits of infinity; NaNs are above
 TOP, LEAST, RANGE, LOW = (tl.constexpr(v) for v in (141, 14, 29, 11))  # as in f16x3_kernels
@@ -46,6 +48,7 @@ def convolution_split_filter_kernel(
     Inf or NaN. The list of left-out tiles is emptied. `filters`, `channels`: of a group;
     pitch: distance of taps in a plane.
     """
+    follow()
     pid = tl.program_id(0)
     if pid == 0:
         tl.store(list_ptr, 0)

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from bedstone.backends.gluon.convolution.overlap import follow
+
 
 @triton.jit
 def convolution_transform_kernel(
@@ -15,6 +17,7 @@ def convolution_transform_kernel(
     One program moves BC channels x BP pixels. *_batch, *_step: distances in elements of images and
     of whatever is not adjacent.
     """
+    follow()
     pid = tl.program_id(0)
     across = tl.cdiv(pixels, BP)
     down = tl.cdiv(channels, BC)

@@ -1,9 +1,11 @@
-"""gluon:implicit_gemm_transformed, channels-first convolution by way of channels-last copies.
+"""gluon:implicit_gemm_transformed(_input), channels-first convolution via channels-last copies.
 
 The images (and the filter, where its kernel wants that) are copied into channels-last workspace at
 copy speed, a channels-last algorithm of this package runs on the copies, and an image that it wrote
 is copied back. With beta the old output makes the trip too, so that rounding is the direct
 algorithm's. Gradients by filter are written in place: their kernels take any strides of dw.
+`..._input` leaves the image that is written where it is, and its kernel stores pixels innermost:
+one copy less, for a slower end of each tile.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from dataclasses import dataclass, replace
 from bedstone.backends.gluon.convolution import tiles
 from bedstone.backends.gluon.convolution.f16x3 import ImplicitGemmF16, ImplicitGemmF16x3
 from bedstone.backends.gluon.convolution.filter_f16x3 import FilterF16, FilterF16x3
-from bedstone.backends.gluon.convolution.filter_gradient import FilterSplit, ImplicitGemm
+from bedstone.backends.gluon.convolution.filter_gradient import ImplicitGemm
 from bedstone.backends.gluon.convolution.halo import FilterHalo
+from bedstone.backends.gluon.convolution.image_split import SplitGemm
 from bedstone.backends.gluon.convolution.images import image_of
 from bedstone.backends.gluon.convolution.implicit_gemm_ws import HALVES, declines
 from bedstone.backends.triton import launch
@@ -29,11 +32,16 @@ from bedstone.spec.problem import Operand, Problem
 from bedstone.spec.tensor import CHANNELS_LAST, TensorDesc
 
 INNER = (
-    ImplicitGemm(), FilterSplit(), FilterHalo(), ImplicitGemmF16x3(), ImplicitGemmF16(),
+    ImplicitGemm(), SplitGemm(), FilterHalo(), ImplicitGemmF16x3(), ImplicitGemmF16(),
     FilterF16x3(), FilterF16(),
 )  # fmt: skip
 REGION = 256  # bytes to which copies are aligned
 BLOCK = 64  # channels and pixels that a program of the transform moves
+# Images that are written in place, pixels innermost: past this size the level-2 cache no longer
+# gathers the short rows (4 times slower than by way of a copy on 64 x 64 x 224 x 224), and 16-bit
+# rows are too short at any size (0.2 to 0.8 of cuDNN's speed, 1.05 to 1.3 with a copy).
+MAX_IN_PLACE = 32 << 20
+IN_PLACE_SECONDS = 1.5e-12  # an element, besides what a channels-last store takes
 COPY_BANDWIDTH = 3.0e12  # bytes/s of the transform, read and written: 2.7 to 4.1 measured
 
 
@@ -80,10 +88,18 @@ def copyable(operand: Operand) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def detour(problem: ConvolutionProblem, device: Device) -> Detour | str:
-    """The way of least estimated time, or the reason why there is none."""
+def detour(problem: ConvolutionProblem, device: Device, in_place: bool) -> Detour | str:
+    """The way of least estimated time, or the reason why there is none. `in_place`: the image that
+    is written stays as it is."""
     filters = {o.name: o for o in problem.operands}
     views = {"x": channels_last(problem.x), "y": channels_last(problem.y)}
+    if in_place:
+        if problem.direction == "backward_filter":
+            return "writes images, and a gradient by filter writes none"
+        reason = refuses_in_place(problem)
+        if reason is not None:
+            return reason
+        del views["y" if problem.direction == "forward" else "x"]
     if problem.direction != "backward_filter" and not same(problem.w, channels_last(problem.w)):
         views["w"] = channels_last(problem.w)
     inner = replace(problem, **views)
@@ -110,6 +126,18 @@ def detour(problem: ConvolutionProblem, device: Device) -> Detour | str:
     return Detour(inner, best[1], tuple(copies), offset)
 
 
+def refuses_in_place(problem: ConvolutionProblem) -> str | None:
+    """Why the image that is written should rather be copied, or None."""
+    out = problem.outputs[0].desc
+    if out.dtype is not DType.float32:
+        return "takes float32: rows of 16-bit pixels are too short for its stores"
+    if problem.direction == "backward_data" and any(u > 1 for u in problem.conv.stride):
+        return "the pixels of a strided gradient are not stored side by side"
+    if out.nbytes > MAX_IN_PLACE:
+        return f"writes at most {MAX_IN_PLACE} bytes, what the cache gathers; here {out.nbytes}"
+    return None
+
+
 def same(a: TensorDesc, b: TensorDesc) -> bool:
     """True if two descriptors of equal dims name the same elements."""
     return all(d == 1 or s == t for d, s, t in zip(a.dims, a.strides, b.strides))
@@ -119,12 +147,13 @@ class Transformed(Algorithm):
     """A channels-last algorithm between two transforms."""
 
     name = "gluon:implicit_gemm_transformed"
+    in_place = False
 
     def supports(self, problem: Problem, device: Device) -> str | None:
         reason = declines(problem, device, (*HALVES, DType.float32))
         if reason is not None or not isinstance(problem, ConvolutionProblem):
             return reason
-        found = detour(problem, device)
+        found = detour(problem, device, self.in_place)
         return found if isinstance(found, str) else None
 
     def workspace(self, problem: Problem, device: Device) -> int:
@@ -135,6 +164,8 @@ class Transformed(Algorithm):
         found = self._detour(problem, device)
         moved = sum(2 * copy.copy.nbytes for copy in found.copies)
         launches = len(found.copies) * tiles.LAUNCH_SECONDS
+        if self.in_place:
+            launches += IN_PLACE_SECONDS * problem.outputs[0].desc.size
         return launches + moved / COPY_BANDWIDTH + found.algorithm.estimate(found.problem, device)
 
     def build(self, problem: Problem, device: Device) -> Kernel:
@@ -143,10 +174,17 @@ class Transformed(Algorithm):
     def _detour(self, problem: Problem, device: Device) -> Detour:
         if not isinstance(problem, ConvolutionProblem):
             raise TypeError(f"not a convolution: {problem}")
-        found = detour(problem, device)
+        found = detour(problem, device, self.in_place)
         if isinstance(found, str):
             raise ValueError(found)
         return found
+
+
+class TransformedInput(Transformed):
+    """The same, with the image that is written left in place."""
+
+    name = "gluon:implicit_gemm_transformed_input"
+    in_place = True
 
 
 class TransformedKernel:
@@ -212,7 +250,13 @@ def transform_launch(device: Device, copy: Copy, into: bool) -> Kernel:
     grid = -(-pixels // bp) * -(-channels // bc) * batch
     constants = {"TO_CHANNELS_LAST": into, "BC": bc, "BP": bp}
     return launch.prepare(
-        device, convolution_transform_kernel, (grid,), arguments, constants, num_warps=4
+        device,
+        convolution_transform_kernel,
+        (grid,),
+        arguments,
+        constants,
+        overlaps=True,
+        num_warps=4,
     )
 
 

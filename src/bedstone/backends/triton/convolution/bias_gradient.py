@@ -14,6 +14,7 @@ import triton.language as tl
 
 from bedstone.backends.triton import chips, launch
 from bedstone.backends.triton.convolution import gemm_kernels
+from bedstone.backends.triton.convolution.implicit_gemm import sum_shape
 from bedstone.backends.triton.walk import OUTER, common_word, merged, power_of_two
 from bedstone.plan.algorithm import Algorithm, Kernel
 from bedstone.plan.device import Device
@@ -24,7 +25,6 @@ TILE = 8192  # elements a program adds at a time
 CHANNELS = 64  # channels of a tile, where they are innermost
 SECTOR = 32  # bytes that memory moves at least: the narrowest tile worth taking
 PROGRAMS = 4  # programs a multiprocessor
-SUM_BLOCK = 256
 WARPS = 4
 
 
@@ -168,7 +168,7 @@ def _launch(problem: BiasGradientProblem, split: int, device: Device) -> Kernel:
 
 
 def _sum(problem: BiasGradientProblem, split: int, device: Device) -> Kernel:
-    dtype, k = problem.y.dtype, problem.bias.dims[0]
+    dtype, k, shape = problem.y.dtype, problem.bias.dims[0], sum_shape(split)
     arguments: dict[str, Any] = {
         "part_ptr": launch.Scratch(dtype.accumulator),
         "out_ptr": launch.Pointer(1, dtype),
@@ -180,8 +180,8 @@ def _sum(problem: BiasGradientProblem, split: int, device: Device) -> Kernel:
         "o_n": launch.Scalar(problem.bias.strides[0], "i64"),
     }
     fixed = {"D": 1, "H": 1, "W": 1, "C": 1, "o_c": 0, "o_d": 0, "o_h": 0, "o_w": 0}
-    constants = {**fixed, "BIAS": False, "ACTIVATION": "none", "BLOCK": SUM_BLOCK}
+    constants = {**fixed, "BIAS": False, "ACTIVATION": "none"} | shape
     return launch.prepare(
-        device, gemm_kernels.convolution_sum_parts_kernel, (-(-k // SUM_BLOCK),),
+        device, gemm_kernels.convolution_sum_parts_kernel, (-(-k // shape["BLOCK"]),),
         arguments, constants, num_warps=WARPS,
     )  # fmt: skip

@@ -414,20 +414,20 @@ def convolution_filter_implicit_gemm_kernel(
 def convolution_sum_parts_kernel(
     part_ptr, out_ptr, bias_ptr, alpha, beta, act_a, act_b,
     SPLIT, TOTAL, D, H, W, C, o_n, o_c, o_d, o_h, o_w,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """out[n, c, d, h, w] = act(alpha * sum_s part[s, n, d, h, w, c] + beta * out + bias[c])
 
-    One program adds BLOCK of the TOTAL elements of a part, split after split: the order is fixed,
-    so results repeat bitwise. Sums in the type of `part`.
+    One program adds BLOCK of the TOTAL elements of a part, SLOTS parts at once: the order is
+    fixed, so results repeat bitwise. Sums in the type of `part`.
     """
     e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = e < TOTAL
     acc = tl.zeros((BLOCK,), dtype=part_ptr.dtype.element_ty)
-    offs = e
-    for _ in range(SPLIT):
-        acc += tl.load(part_ptr + offs, mask=ok, other=0.0)
-        offs += TOTAL
+    for first in range(0, SPLIT, SLOTS):
+        s = first + tl.arange(0, SLOTS)
+        ptr = part_ptr + (s.to(tl.int64) * TOTAL)[:, None] + e[None, :]
+        acc += tl.sum(tl.load(ptr, mask=(s < SPLIT)[:, None] & ok[None, :], other=0.0), 0)
     c = e % C
     rest = e // C
     w = rest % W

@@ -36,10 +36,13 @@ GROUP_M = 8  # rows of tiles walked together
 # Fewer channels than this are reduced together with the taps, as one index.
 FLAT_CHANNELS = 32
 FLAT_BK = 32
-MAX_SPLIT = 64  # parts of a reduction: the workspace is this many outputs at most
+MAX_SPLIT = 64  # parts of a reduction: the workspace is this many outputs at most ...
+SMALL_PARTS = 4 << 20  # ... or this many bytes: a small filter's parts stay in the cache
 MIN_SPLIT_STEPS = 8  # steps that a part must have to be worth its write and read
 FILTER_RATE = 0.6  # of a tile's rate, which is measured forward, that backward_filter reaches
-SUM_BLOCK = 512  # elements a program of the kernel that adds the parts
+# The kernel that adds the parts: a program takes so many elements of all parts ...
+SUM_BLOCKS = (64, 512)  # at least and at most
+SUM_LOADS, SUM_SLOTS = 2048, 64  # ... and loads so many numbers, of so many parts, at once
 
 
 def product_kind(problem: ConvolutionProblem, architecture: str) -> tuple[str, str]:
@@ -106,11 +109,15 @@ def shape_of(direction: str, geo: Geometry) -> Shape:
 
 
 def split_of(shape: Shape, tile: tiles.Tile, architecture: str) -> int:
-    """Parts of the reduction that fill the chip about twice."""
-    programs = -(-shape.rows // tile.bm) * -(-shape.columns // tile.bn) * shape.copies
+    """Parts of the reduction that fill the chip about twice; of a small output, whose parts cost
+    little, as many as are resident at a time."""
+    chip = chips.chip_of(architecture).multiprocessors
+    programs = max(1, -(-shape.rows // tile.bm) * -(-shape.columns // tile.bn) * shape.copies)
     steps = -(-shape.depth // tile.bk)
-    wanted = 2 * chips.chip_of(architecture).multiprocessors // max(programs, 1)
-    return max(1, min(wanted, MAX_SPLIT, steps // MIN_SPLIT_STEPS))
+    nbytes = 4 * shape.rows * shape.columns * shape.copies
+    small = min(SMALL_PARTS // max(nbytes, 1), chip * tiles.resident(tile) // programs)
+    wanted = max(small, min(2 * chip // programs, MAX_SPLIT))
+    return max(1, min(wanted, steps // MIN_SPLIT_STEPS))
 
 
 class ImplicitGemm(Algorithm):
@@ -217,13 +224,13 @@ def build(problem: ConvolutionProblem, choice: Choice, device: Device) -> Kernel
 
 
 def gathered(problem: ConvolutionProblem) -> bool:
-    """True if an operand of the product cannot be read in 16-byte words."""
+    """True if an image that the product reads cannot be read in 16-byte words."""
     geo, unit = geometry_of(problem), word(problem.x.dtype.itemsize)
-    operands = {"forward": (geo.x,), "backward_data": (geo.y,), "backward_filter": (geo.x, geo.y)}
-    counts = (geo.channels, geo.filters)
-    return not all_divisible(counts, unit) or not all(
-        t.channel == 1 and all_divisible((t.batch, *t.space), unit)
-        for t in operands[problem.direction]
+    x, y = (geo.x, geo.channels), (geo.y, geo.filters)
+    read = {"forward": (x,), "backward_data": (y,), "backward_filter": (x, y)}
+    return not all(
+        image.channel == 1 and all_divisible((image.batch, *image.space, channels), unit)
+        for image, channels in read[problem.direction]
     )
 
 
@@ -336,6 +343,12 @@ def _filter_launch(problem: ConvolutionProblem, choice: Choice, device: Device) 
     )  # fmt: skip
 
 
+def sum_shape(split: int) -> dict[str, int]:
+    """How many elements, of how many parts at once, a program of the sum adds."""
+    slots = min(SUM_SLOTS, 1 << (split - 1).bit_length())
+    return {"BLOCK": max(SUM_BLOCKS[0], min(SUM_BLOCKS[1], SUM_LOADS // slots)), "SLOTS": slots}
+
+
 def sum_launch(problem: ConvolutionProblem, geo: Geometry, split: int, device: Device) -> Kernel:
     """Add the parts into the output."""
     out, dtype = problem.outputs[0].desc, problem.x.dtype
@@ -353,6 +366,7 @@ def sum_launch(problem: ConvolutionProblem, geo: Geometry, split: int, device: D
         {"o_n": strides.batch, "o_c": strides.channel} | per_axis("o_", strides.space), wide=True
     )
     act, last = problem.epilogue.activation, len(problem.operands) - 1
+    shape = sum_shape(split)
     arguments: dict[str, launch.Argument] = {
         "part_ptr": launch.Scratch(dtype.accumulator),
         "out_ptr": launch.Pointer(last, dtype, strides.first * dtype.itemsize if reverse else 0),
@@ -364,10 +378,10 @@ def sum_launch(problem: ConvolutionProblem, geo: Geometry, split: int, device: D
     constants = {
         "BIAS": problem.epilogue.bias,
         "ACTIVATION": act.kind if act is not None else "none",
-        "BLOCK": SUM_BLOCK,
+        **shape,
     }
     return launch.prepare(
-        device, kernels.convolution_sum_parts_kernel, (-(-out.size // SUM_BLOCK),),
+        device, kernels.convolution_sum_parts_kernel, (-(-out.size // shape["BLOCK"]),),
         arguments, constants, num_warps=4,
     )  # fmt: skip
 

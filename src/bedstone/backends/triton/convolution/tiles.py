@@ -74,6 +74,12 @@ HOPPER: Table = {
         (64, 64, 32, 4, 4, 175), (64, 32, 32, 4, 4, 118), (128, 32, 32, 4, 4, 118),
         (32, 32, 32, 2, 4, 84), (64, 16, 32, 4, 4, 70), (32, 16, 32, 2, 4, 57),
     ),
+    # Not measured one by one: the shapes of split products, whose loads cost more than these.
+    "tf32 gathered": _rows(
+        (128, 64, 16, 4, 3, 24), (64, 128, 16, 4, 3, 23), (32, 64, 32, 4, 3, 23),
+        (64, 64, 16, 4, 3, 17), (64, 32, 16, 4, 3, 16), (32, 32, 16, 4, 3, 16),
+        (64, 16, 16, 4, 3, 15), (32, 16, 16, 4, 3, 12),
+    ),
     "double": _rows(
         (64, 64, 16, 4, 4, 50), (64, 32, 16, 4, 4, 47), (128, 64, 16, 8, 3, 44),
         (32, 32, 16, 2, 4, 42), (32, 16, 16, 2, 4, 28),
@@ -151,14 +157,18 @@ def rows(architecture: str, kind: str, gathered: bool) -> Sequence[Tile]:
     return next((table[name] for name in names if name in table), ())
 
 
+def resident(tile: Tile) -> int:
+    """Programs that share a multiprocessor."""
+    return max(1, min(4, 128 * 128 // (tile.bm * tile.bn)))
+
+
 def seconds(
     tile: Tile, architecture: str, rows: int, columns: int, depth: int, copies: int
 ) -> float:
     """Cost model: `copies` matrix products of rows x columns x depth run in waves of one program a
     multiprocessor, of small tiles up to four; a wave takes its tiles' work over its rate."""
     programs = -(-rows // tile.bm) * -(-columns // tile.bn) * copies
-    resident = max(1, min(4, 128 * 128 // (tile.bm * tile.bn)))
-    slots = chips.chip_of(architecture).multiprocessors * resident
+    slots = chips.chip_of(architecture).multiprocessors * resident(tile)
     waves = programs / slots if programs > 4 * slots else -(-programs // slots)
     steps = -(-depth // tile.bk) + tile.stages
     return waves * slots * 2.0 * tile.bm * tile.bn * tile.bk * steps / (tile.rate * 1e12)
