@@ -557,9 +557,10 @@ class KernelBuilder:
         name = f"llvm.masked.scatter.{mangled(raw.type)}.v{lanes}p0"
         self.external(name, VOID, raw, self._addresses(address, offsets), align, mask.ir)
 
-    def prefetch(self, address: IntLike, offset: IntLike = 0) -> None:
-        """Ask for the cache line at address + offset, for reading, into every level."""
-        flags = [ir.Constant(I32, n) for n in (0, 3, 1)]
+    def prefetch(self, address: IntLike, offset: IntLike = 0, level: int = 1) -> None:
+        """Ask for the cache line at address + offset, for reading, into this level and those
+        behind it. No address is wrong: what is not mapped is not fetched."""
+        flags = [ir.Constant(I32, n) for n in (0, 4 - level, 1)]
         self.external("llvm.prefetch.p0", VOID, self.pointer(address, I8, offset), *flags)
 
     def _widen(self, raw: ir.Value, dtype: str) -> Any:

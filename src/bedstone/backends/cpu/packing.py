@@ -300,6 +300,24 @@ def store_strided(
         k.scatter(value, address, k.iota(value.lanes) * stride, dtype, mask)
 
 
+def blend_strided(
+    k: KernelBuilder,
+    value: Float,
+    alpha: Float,
+    beta: Float,
+    address: IntLike,
+    stride: int,
+    dtype: str,
+    mask: Mask | None,
+) -> None:
+    """alpha * value + beta * old to elements `stride` bytes apart; beta 0 reads nothing."""
+    result = k.variable(value * k.cast(alpha, value))
+    with k.if_(beta.ne(0.0)):
+        old = load_strided(k, address, stride, value.lanes, dtype, mask)
+        result.set(k.fma(old, k.cast(beta, value), result.value))
+    store_strided(k, result.value, address, stride, dtype, mask)
+
+
 def fill_zero(k: KernelBuilder, address: IntLike, count: IntLike, dtype: str, lanes: int) -> None:
     """`count` zeros at `address`."""
     item = itemsize(dtype)

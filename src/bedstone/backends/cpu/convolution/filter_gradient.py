@@ -32,14 +32,14 @@ from bedstone.backends.cpu.microkernels import TILE, Tile, choose_shape, emit_ti
 from bedstone.backends.cpu.packing import (
     Lanes,
     Span,
+    blend_strided,
     joined,
     load_strided,
     place,
-    store_strided,
 )
 from bedstone.backends.cpu.shuffles import transposed
 from bedstone.backends.cpu.target import KIB, MIB, Target
-from bedstone.backends.cpu.values import Float, Int, IntLike, Mask
+from bedstone.backends.cpu.values import Int, IntLike, Mask
 from bedstone.spec.convolution import ConvolutionProblem
 
 FINISH = "finish"
@@ -51,7 +51,8 @@ SLICE_BYTES_MAX = 2 * MIB  # for the sums of all slices
 # With fewer pixels than this, storing dw weighs: whole runs of it, from transposed tiles.
 FEW_PIXELS = 8192
 VECTORS_AT_ONCE = 4  # of pixels, packed side by side
-PACK_FLOPS = 20.0  # of the peak rate, per packed element
+# Of the peak rate, per packed element: with vectors along pixels, and along channels.
+PACK_FLOPS, PACK_CHANNEL_FLOPS = 20.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,8 @@ def work(problem: ConvolutionProblem, target: Target) -> float:
     plan = blocking(g, str(problem.x.dtype), str(problem.x.dtype.accumulator), target)
     rows, columns = plan.row_panels * plan.tile.rows, plan.column_panels * plan.tile.columns
     blocks = plan.blocks * g.groups
-    return float(blocks * g.pixels) * (2 * rows * columns + PACK_FLOPS * (rows + columns))
+    packing = PACK_FLOPS if plan.lanes_are_pixels else PACK_CHANNEL_FLOPS
+    return float(blocks * g.pixels) * (2 * rows * columns + packing * (rows + columns))
 
 
 @dataclass(frozen=True)
@@ -409,7 +411,7 @@ class FilterGradient:
                         sums + m * tile.step_bytes, self.sum_dtype, tile.lanes,
                         offset=j * tile.lanes * tile.item,
                     )  # fmt: skip
-                    self._store(value, alpha, beta, at, step, mask)
+                    blend_strided(k, value, alpha, beta, at, step, self.dtype, mask)
 
     def _finish_runs(self, block: Block, c: IntLike, vector: IntLike) -> None:
         """One vector of outer channels of a block: transposed, its rows are runs of dw."""
@@ -431,13 +433,3 @@ class FilterGradient:
                 with k.if_(left > r):
                     at = first + r * g.outer.filter + row * self.item
                     k.store_blended(value, self.alpha, self.beta, at, self.dtype, mask=mask)
-
-    def _store(
-        self, value: Float, alpha: Float, beta: Float, at: IntLike, step: int, mask: Mask
-    ) -> None:
-        k, lanes = self.k, self.plan.tile.lanes
-        result = k.variable(value * k.cast(alpha, value))
-        with k.if_(beta.ne(0.0)):
-            old = load_strided(k, at, step, lanes, self.dtype, mask)
-            result.set(k.fma(old, k.cast(beta, value), result.value))
-        store_strided(k, result.value, at, step, self.dtype, mask)

@@ -5,7 +5,8 @@ padding, both modes, four dtypes, no workspace. The paper's lowered matrix (Chet
 1410.0759, section 3) is packed piece by piece into each thread's scratch, where it meets the
 packed filter in a micro-kernel: image_product.py for forward and backward_data, row_product.py for
 those with channels last, tap_product.py for backward_data of few channels last, data_gradient.py
-for those backward_data whose products would mostly meet padding, filter_gradient.py.
+for those backward_data whose products would mostly meet padding, filter_gradient.py for
+backward_filter, row_gradient.py for that with channels last.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from bedstone.backends.cpu.convolution import (
     filter_gradient,
     image_product,
     row_blocking,
+    row_gradient_blocking,
     tap_product,
 )
 from bedstone.backends.cpu.convolution.data_gradient import DataGradient
 from bedstone.backends.cpu.convolution.filter_gradient import FilterGradient
 from bedstone.backends.cpu.convolution.image_product import ImageProduct
+from bedstone.backends.cpu.convolution.row_gradient import RowGradient
 from bedstone.backends.cpu.convolution.row_product import RowProduct
 from bedstone.backends.cpu.convolution.tap_product import TapProduct
 from bedstone.backends.cpu.kernel import CompiledKernel, compiled
@@ -37,7 +40,9 @@ def kernel_of(problem: ConvolutionProblem, target: Target) -> tuple[Any, float]:
     """The emitter that does the problem with the least work, and the work: flops of the peak
     rate, the cost of packing included."""
     if problem.direction == "backward_filter":
-        return FilterGradient, filter_gradient.work(problem, target)
+        rows = RowGradient, row_gradient_blocking.work(problem, target)
+        patches = FilterGradient, filter_gradient.work(problem, target)
+        return min(rows, patches, key=lambda way: way[1])
     ways: list[tuple[Any, float]] = [
         (RowProduct, row_blocking.work(problem, target)),
         (ImageProduct, image_product.work(problem, target)),
@@ -68,9 +73,10 @@ class ImplicitGemm(Algorithm):
     def build(self, problem: Problem, device: Device) -> CompiledKernel:
         target = Target.current()
         emitter, _ = kernel_of(problem, target)
+        description = emitter.describe(problem, target)
         return compiled(
-            f"{self.name} {emitter.__name__} {problem}",
+            f"{self.name} {emitter.__name__} {problem} {description}",
             lambda target: emitter(problem, target).emit(),
             len(problem.operands),
-            emitter.describe(problem, target),
+            description,
         )
