@@ -168,7 +168,8 @@ def test_time_prints_the_table_and_writes_it(here, capfd):
     assert cli.main(["caffe", *words]) == 0
     out = capfd.readouterr().out
     for word in ("conv", "Convolution", "forward", "backward", "testing", "update", "overall",
-                 "peak MiB", "ratio", "paper", "1.45", "1.30", "1.49", "1.36"):  # fmt: skip
+                 "convolutions forward", "peak MiB", "ratio", "paper",
+                 "1.45", "1.30", "1.49", "1.36"):  # fmt: skip
         assert word in out
     content = json.loads((here / "t.json").read_text())
     assert content["batch"] == content["test_batch"] == 4 and content["iterations"] == 2
@@ -184,7 +185,26 @@ def test_time_prints_the_table_and_writes_it(here, capfd):
         content["sides"]["caffe"]["passes"]["forward"]
         / content["sides"]["bedstone"]["passes"]["forward"]
     )
+    for direction, times in content["convolutions"].items():
+        assert times["caffe"] == content["sides"]["caffe"][direction]["conv"]
+        assert times["ratio"] == times["caffe"] / times["bedstone"]
     assert (here / "t.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_convolutions_stand_alone_and_only_where_there_are_any():
+    sides = {
+        name: timing.Side(
+            name, forward={"c": a, "p": 9.0, "d": a}, backward={"c": b, "p": 9.0, "d": 1}
+        )
+        for name, a, b in (("caffe", 6.0, 5.0), ("bedstone", 2.0, 1.0))
+    }
+    layers = [("c", "Convolution"), ("p", "Pooling"), ("d", "Deconvolution")]
+    measured = timing.Timing("net", 1, 1, 1, {}, layers, sides)
+    assert measured.convolutions() == {
+        "forward": {"caffe": 12.0, "bedstone": 4.0},
+        "backward": {"caffe": 6.0, "bedstone": 2.0},
+    }
+    assert timing.Timing("net", 1, 1, 1, {}, layers[1:2], sides).convolutions() == {}
 
 
 def test_the_paper_s_table():

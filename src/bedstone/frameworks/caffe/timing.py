@@ -3,7 +3,8 @@
 Each engine has a training and a testing network with the same weights. After one pass that does
 not count, the engines take turns at every iteration: forward and backward layer by layer, the
 update, a test pass. Reported are medians; "overall" is the sum of the four, as in the paper's
-Table 4. Peak memory is that of a process of its own for each engine.
+Table 4. The convolution layers alone stand below it: how NumPy does the rest is in the passes.
+Peak memory is that of a process of its own for each engine.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from bedstone.spec.errors import InvalidDescriptor
 # The engines by the names of the command line, and what a layer's `engine` field calls them.
 ENGINES = {"caffe": "CAFFE", "bedstone": "CUDNN"}
 PASSES = ("forward", "backward", "testing", "update")
+CONVOLUTIONS = ("Convolution", "Deconvolution")
 # Table 4 of arXiv 1410.0759: CaffeNet, batch 256, 200 iterations, Tesla K40, milliseconds, for
 # Caffe alone and for Caffe with the library under it. (The head of the table says seconds, which
 # an iteration of 1.45 s rules out.)
@@ -78,10 +80,28 @@ class Timing:
         ours = self.sides["bedstone"].passes[name]
         return self.sides["caffe"].passes[name] / ours if ours else None
 
+    def convolutions(self) -> dict[str, dict[str, float]]:
+        """Milliseconds of the convolution layers alone: by direction, then by engine."""
+        names = [name for name, kind in self.layers if kind in CONVOLUTIONS]
+        if not names:
+            return {}
+        return {
+            direction: {
+                engine: sum(getattr(side, direction)[name] for name in names)
+                for engine, side in self.sides.items()
+            }
+            for direction in ("forward", "backward")
+        }
+
     def write(self, path: str | Path) -> None:
+        alone = self.convolutions()
+        if len(self.sides) > 1:
+            for times in alone.values():
+                times["ratio"] = times["caffe"] / times["bedstone"]
         content = asdict(self) | {
             "unit": "milliseconds, medians over the iterations; spread is least and most",
             "ratios": {n: r for n in (*PASSES, "overall") if (r := self.ratio(n)) is not None},
+            "convolutions": alone,
             "paper": {n: {"caffe": a, "cudnn": b, "ratio": a / b} for n, (a, b) in PAPER.items()},
         }
         Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -249,7 +269,7 @@ def machine() -> dict[str, str]:
 def table(timing: Timing) -> str:
     """The measurement as text: layers, then passes beside the paper's."""
     names = list(timing.sides)
-    width = max(12, *(len(name) for name, _ in timing.layers))
+    width = max(len("convolutions backward"), *(len(name) for name, _ in timing.layers))
     heads = [f"{direction} {name}" for direction in ("fwd", "bwd") for name in names]
     both = len(names) > 1
     lines = [
@@ -275,6 +295,10 @@ def table(timing: Timing) -> str:
         if both:
             line += _ratio(*cells) + _ratio(*PAPER[name])
         lines.append(line)
+    for direction, times in timing.convolutions().items():
+        line = f"{f'convolutions {direction}':{width}}"
+        line += "".join(f"{times[name]:13.2f}" for name in names)
+        lines.append(line + (_ratio(*times.values()) if both else ""))
     peaks = "".join(f"{side.peak_memory_mib:13.0f}" for side in timing.sides.values())
     lines.append(f"{'peak MiB':{width}}{peaks}")
     if both:
@@ -331,12 +355,18 @@ def _plot_passes(axis: Any, timing: Timing) -> None:
         axis.set_ylabel("milliseconds an iteration")
     else:
         ours = [timing.ratio(name) or 0.0 for name in names]
-        paper = [PAPER[name][0] / PAPER[name][1] for name in names]
+        for direction, times in timing.convolutions().items():
+            ours.append(times["caffe"] / times["bedstone"])
+            names += (f"conv.\n{direction}",)
+        place = np.arange(len(names))
+        paper = [before / after for before, after in PAPER.values()]
         for shift, values, label, colour in (
             (-0.2, ours, "bedstone over engine CAFFE", "bedstone"),
             (0.2, paper, "the paper, K40, batch 256", "paper"),
         ):
-            bars = axis.bar(place + shift, values, 0.4, label=label, color=COLOURS[colour])
+            bars = axis.bar(
+                place[: len(values)] + shift, values, 0.4, label=label, color=COLOURS[colour]
+            )
             axis.bar_label(bars, fmt="%.2f", fontsize=8)
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set_ylabel("times as fast")
