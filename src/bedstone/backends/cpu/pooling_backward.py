@@ -257,12 +257,14 @@ class AverageBackward(Backward):
     def __init__(self, k: KernelBuilder, problem: PoolingProblem, call: Call) -> None:
         super().__init__(k, problem, call)
         sizes, last, channels = [a.size for a in self.axes], self.axes[-1], self.dx.dims[1]
-        # In one dimension pixels are shared out to threads, not rows.
+        # Rows pay where a pixel is soon done (2 to 4 times quicker up to 16 channels). In one
+        # dimension pixels are shared out to threads, not rows.
         unrolled = last.stride <= LONGEST_STRIDED_LOAD and last.taps <= UNROLLED_TAPS
-        self.pixels = self.channels and not (unrolled and len(self.axes) > 1)
+        few = channels <= self.block
+        self.pixels = self.channels and not (few and unrolled and len(self.axes) > 1)
         self.rows = (*self.planes, *(sizes if self.pixels else sizes[:-1]))
         packed = self.dx.strides[-1] == channels  # the pixels of a row
-        self.joined = packed and channels % self.lanes != 0 and channels < self.block
+        self.joined = packed and channels % self.lanes != 0
         self.pitch = channels if self.joined else self.block  # elements of a pixel in buffers
 
     def emit(self) -> None:
