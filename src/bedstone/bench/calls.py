@@ -38,10 +38,34 @@ def table() -> list[tuple[str, float, str]]:
         with torch.no_grad():
             call = _microseconds(lambda: torch.nn.functional.conv2d(tx, tw, padding=1))
         rows.append(("torch conv2d, the same problem", call, "us"))
+    rows += _jax_rows(x, w)
     with tempfile.TemporaryDirectory() as folder:
         rows.append(("first use: plan and compile", _fresh(folder), "ms"))
         rows.append(("second process: plan and load", _fresh(folder), "ms"))
     rows.append(("import bedstone", _imported(), "ms"))
+    return rows
+
+
+def _jax_rows(x: np.ndarray, w: np.ndarray) -> list[tuple[str, float, str]]:
+    """The same problem as a program that JAX has compiled, awaited: its own, and with ours in it;
+    and one of a few numbers, where nearly all is the call."""
+    try:
+        import jax
+    except ImportError:
+        return []
+    import bedstone.frameworks.jax as on_bedstone
+
+    sides = {
+        "": lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME"),
+        " on bedstone": lambda x, w: on_bedstone.convolution(x, w, padding="SAME"),
+    }
+    few = np.ones((1, 1, 4, 4), np.float32), np.ones((1, 1, 3, 3), np.float32)
+    rows = []
+    for what, arrays in (("the same problem", (x, w)), ("of 4 x 4 numbers", few)):
+        for name, function in sides.items():
+            compiled, operands = jax.jit(function), [jax.numpy.asarray(a) for a in arrays]
+            call = _microseconds(lambda: compiled(*operands).block_until_ready())  # noqa: B023
+            rows.append((f"jax{name}, {what}", call, "us"))
     return rows
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import bedstone
-from bedstone.bench import lowering, paddle_peer, torch_peer
+from bedstone.bench import jax_peer, lowering, paddle_peer, torch_peer
 from bedstone.bench.device_operands import in_turn
 from bedstone.bench.operands import Arrays
 from bedstone.bench.torch_peer import Declined
@@ -64,10 +64,22 @@ def paddle_on_bedstone_side(problem: bedstone.Problem, arrays: Arrays, device: s
     return Side(paddle_peer.call(problem, arrays, device, on_bedstone=True))
 
 
+def jax_side(problem: bedstone.Problem, arrays: Arrays, device: str) -> Side:
+    """JAX's own kernels."""
+    return Side(jax_peer.call(problem, arrays, device, on_bedstone=False))
+
+
+def jax_on_bedstone_side(problem: bedstone.Problem, arrays: Arrays, device: str) -> Side:
+    """The same programs of JAX with bedstone's kernels in their place."""
+    return Side(jax_peer.call(problem, arrays, device, on_bedstone=True))
+
+
 PEERS: dict[str, Callable[[bedstone.Problem, Arrays, str], Side]] = {
     "torch": torch_side,
     "cudnn": cudnn_side,
     "im2col": im2col_side,
     "paddle": paddle_side,
     "paddle-on-bedstone": paddle_on_bedstone_side,
+    "jax": jax_side,
+    "jax-on-bedstone": jax_on_bedstone_side,
 }

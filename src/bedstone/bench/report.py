@@ -32,7 +32,7 @@ def environment(device: bedstone.Device, ceilings: Ceilings) -> dict[str, str]:
         "bedstone": bedstone.__version__,
         "commit": _commit(),
     }
-    for module in ("torch", "llvmlite", "triton"):
+    for module in ("torch", "jax", "llvmlite", "triton"):
         if module in sys.modules:
             found[module] = str(getattr(sys.modules[module], "__version__", "?"))
     if device.kind == "cuda" and "torch" in sys.modules:
