@@ -120,8 +120,87 @@ def test_results_and_gradients_as_pytorch(name, dtype):
 def test_first_and_second_derivatives(name):
     ours, _, dims = CASES[name]
     inputs = tuple(randn(*d, grad=True) for d in dims)
-    assert torch.autograd.gradcheck(ours, inputs)
-    assert torch.autograd.gradgradcheck(ours, inputs)
+    assert torch.autograd.gradcheck(ours, inputs, check_forward_ad=True)
+    # (along a random direction: all of them would take minutes)
+    assert torch.autograd.gradgradcheck(ours, inputs, check_fwd_over_rev=True, fast_mode=True)
+
+
+def every(got, wanted):
+    torch.utils._pytree.tree_map(close, got, wanted)
+
+
+# Transforms of a scalar, to be taken on bedstone's operator and on PyTorch's.
+TRANSFORMS = {
+    "grad": lambda f, inputs: torch.func.grad(f, tuple(range(len(inputs))))(*inputs),
+    "vmap of grad": lambda f, inputs: torch.func.vmap(
+        torch.func.grad(f, tuple(range(len(inputs)))), (0, *[None] * (len(inputs) - 1))
+    )(torch.stack([inputs[0], 1.5 * inputs[0]], 0), *inputs[1:]),
+    "grad of vmap": lambda f, inputs: torch.func.grad(
+        lambda *given: torch.func.vmap(f)(*given).sum(), tuple(range(len(inputs)))
+    )(*(torch.stack([t, 1.5 * t]) for t in inputs)),
+    "grad of grad": lambda f, inputs: torch.func.grad(
+        lambda *given: torch.func.grad(f)(*given).square().sum(), tuple(range(len(inputs)))
+    )(*inputs),
+    "tangent": lambda f, inputs: torch.func.jvp(f, inputs, tuple(t.cos() for t in inputs)),
+    "tangent of grad": lambda f, inputs: torch.func.jvp(
+        torch.func.grad(f), inputs, tuple(t.cos() for t in inputs)
+    ),
+}
+
+
+@pytest.mark.parametrize("transform", sorted(TRANSFORMS))
+@pytest.mark.parametrize("name", NAMES)
+def test_transforms_of_torch_func(name, transform):
+    ours, theirs, dims = CASES[name]
+    inputs = tuple(randn(*d) for d in dims)
+    apply = TRANSFORMS[transform]
+
+    def scalar(f):
+        return lambda *given: (f(*given) * f(*given).cos()).sum()
+
+    every(apply(scalar(ours), inputs), apply(scalar(theirs), inputs))
+
+
+@pytest.mark.parametrize("name", ["batch norm", "conv2d", "layer norm", "max pool", "softmax"])
+def test_whole_jacobians_and_hessians(name):
+    ours, theirs, dims = CASES[name]
+    first, *rest = (randn(*d) for d in dims)
+
+    def taken(f):
+        of_first = lambda t: f(t, *rest)  # noqa: E731
+        return (
+            torch.func.jacrev(of_first)(first),
+            torch.func.jacfwd(of_first)(first),
+            torch.func.hessian(lambda t: of_first(t).square().sum())(first),
+        )
+
+    every(taken(ours), taken(theirs))
+
+
+def test_gradients_of_each_sample_in_a_network():
+    net, x, wanted = _Net(), torch.randn(3, 3, 8, 8), torch.tensor([0, 2, 3])
+    parameters = {name: p.detach() for name, p in net.named_parameters()}
+
+    def losses(run):
+        def loss(parameters, sample, label):
+            return -run(parameters, sample[None])[0, label[None]].sum()
+
+        return torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(parameters, x, wanted)
+
+    def native(parameters, x):
+        with torch.nn.utils.stateless._reparametrize_module(net, parameters):
+            return _native(net, x)
+
+    every(losses(lambda p, x: torch.func.functional_call(net, p, (x,))), losses(native))
+
+
+def test_tangents_without_transforms():
+    x, w = randn(1, 2, 4, 4), randn(3, 2, 3, 3, grad=True)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x.cos())
+        y = torch.autograd.forward_ad.unpack_dual(ops.convolution(dual, w))
+    close(y.tangent, F.conv2d(x.cos(), w))
+    assert y.primal.requires_grad and y.tangent.requires_grad
 
 
 OVERLOADS = {

@@ -22,6 +22,7 @@ from bedstone import (
     InvalidDescriptor,
     TensorDesc,
 )
+from bedstone.frameworks.torch.ops.derivatives import differentiable, save, total
 from bedstone.frameworks.torch.ops.launch import (
     empty,
     fold,
@@ -169,7 +170,7 @@ backward_bias_op.register_fake(_bias_result)
 def _keep_convolution(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, w, _, axes, groups, *ctx.window = inputs
     ctx.how = (axes, groups)
-    ctx.save_for_backward(x, w)
+    save(ctx, x, w)
 
 
 def _differentiate_convolution(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
@@ -181,10 +182,25 @@ def _differentiate_convolution(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return dx, dw, dbias, None, None, None, None, None
 
 
+def _tangent_of_convolution(
+    ctx: Any, x_t: Tensor | None, w_t: Tensor | None, bias_t: Tensor | None
+) -> Tensor:
+    x, w = ctx.saved_tensors
+    by_x = None if x_t is None else convolution_op(x_t, w, None, *ctx.how, *ctx.window)
+    by_w = None if w_t is None else convolution_op(x, w_t, None, *ctx.how, *ctx.window)
+    by_bias = None
+    if bias_t is not None:
+        by_bias = bias_t.reshape(-1, *(1,) * ctx.how[0])
+        if by_x is None and by_w is None:
+            sizes = _result(x, w, None, *ctx.how, *ctx.window).shape
+            return by_bias.expand(sizes).contiguous()
+    return total(by_x, by_w, by_bias)
+
+
 def _keep_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    first, second, axes, groups, _, *ctx.window = inputs
+    first, second, axes, groups, ctx.size, *ctx.window = inputs
     ctx.how = (axes, groups)
-    ctx.save_for_backward(first, second)
+    save(ctx, first, second)
 
 
 def _differentiate_data(ctx: Any, g: Tensor) -> tuple[Any, ...]:
@@ -203,24 +219,31 @@ def _differentiate_filter(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     return by_x, by_dy, None, None, None, None, None, None
 
 
+def _tangent_of(op: Any) -> Any:
+    """Of an operator that is linear in each of two tensors."""
+
+    def tangent(ctx: Any, first_t: Tensor | None, second_t: Tensor | None) -> Tensor:
+        first, second = ctx.saved_tensors
+        how = (*ctx.how, ctx.size, *ctx.window)
+        return total(
+            None if first_t is None else op(first_t, second, *how),
+            None if second_t is None else op(first, second_t, *how),
+        )
+
+    return tangent
+
+
 def _keep_shape(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.shape = inputs[0].shape
 
 
-def _differentiate_bias(ctx: Any, g: Tensor) -> Tensor:
-    return g.reshape(1, -1, *(1,) * (len(ctx.shape) - 2)).expand(ctx.shape)
-
-
-convolution_op.register_autograd(_differentiate_convolution, setup_context=_keep_convolution)
-backward_data_op.register_autograd(_differentiate_data, setup_context=_keep_gradient)
-backward_filter_op.register_autograd(_differentiate_filter, setup_context=_keep_gradient)
-backward_bias_op.register_autograd(_differentiate_bias, setup_context=_keep_shape)
+def _differentiate_bias(ctx: Any, g: Tensor) -> tuple[Tensor]:
+    return (g.reshape(1, -1, *(1,) * (len(ctx.shape) - 2)).expand(ctx.shape),)
 
 
 # Under vmap a batch of images joins N; with a filter each, images and filters become groups.
 
 
-@convolution_op.register_vmap
 def _vmap_convolution(info, in_dims, x, w, bias, axes, groups, *window):  # type: ignore[no-untyped-def]
     size, (x_at, w_at, bias_at, *_) = info.batch_size, in_dims
     if w_at is None and bias_at is None:
@@ -231,7 +254,6 @@ def _vmap_convolution(info, in_dims, x, w, bias, axes, groups, *window):  # type
     return unfold(convolution_op(x, w, bias, axes, groups * size, *window), 1, size), 0
 
 
-@backward_data_op.register_vmap
 def _vmap_data(info, in_dims, dy, w, axes, groups, *rest):  # type: ignore[no-untyped-def]
     size, (dy_at, w_at, *_) = info.batch_size, in_dims
     if w_at is None:
@@ -241,17 +263,45 @@ def _vmap_data(info, in_dims, dy, w, axes, groups, *rest):  # type: ignore[no-un
     return unfold(backward_data_op(dy, w, axes, groups * size, *rest), 1, size), 0
 
 
-@backward_filter_op.register_vmap
 def _vmap_filter(info, in_dims, x, dy, axes, groups, *rest):  # type: ignore[no-untyped-def]
     size, (x_at, dy_at, *_) = info.batch_size, in_dims
     x, dy = fold(to_front(x, x_at, size), 1), fold(to_front(dy, dy_at, size), 1)
     return unfold(backward_filter_op(x, dy, axes, groups * size, *rest), 0, size), 0
 
 
-@backward_bias_op.register_vmap
 def _vmap_bias(info, in_dims, dy):  # type: ignore[no-untyped-def]
     dbias = backward_bias_op(fold(to_front(dy, in_dims[0], info.batch_size), 1))
     return unfold(dbias, 0, info.batch_size), 0
+
+
+differentiable(
+    convolution_op,
+    keep=_keep_convolution,
+    backward=_differentiate_convolution,
+    tangent=_tangent_of_convolution,
+    vmap=_vmap_convolution,
+)
+differentiable(
+    backward_data_op,
+    keep=_keep_gradient,
+    backward=_differentiate_data,
+    tangent=_tangent_of(backward_data_op),
+    vmap=_vmap_data,
+)
+differentiable(
+    backward_filter_op,
+    keep=_keep_gradient,
+    backward=_differentiate_filter,
+    tangent=_tangent_of(backward_filter_op),
+    vmap=_vmap_filter,
+)
+differentiable(
+    backward_bias_op,
+    keep=_keep_shape,
+    backward=_differentiate_bias,
+    tangent=lambda ctx, dy_t: backward_bias_op(dy_t),
+    vmap=_vmap_bias,
+)
 
 
 def convolution(

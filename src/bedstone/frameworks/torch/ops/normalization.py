@@ -7,14 +7,15 @@ orders, where speed matters least.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bedstone import InvalidDescriptor, NormalizationProblem
-from bedstone.frameworks.torch.ops.launch import launch
+from bedstone.frameworks.torch.ops.derivatives import differentiable, save, total
+from bedstone.frameworks.torch.ops.launch import fold, launch, to_front, unfold
 from bedstone.spec.normalization import NormDesc
 
 
@@ -100,7 +101,7 @@ normalize_backward_op.register_fake(_gradients)
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, scale, shift, *ctx.how = inputs
-    ctx.save_for_backward(x, scale, *output[1:])
+    save(ctx, x, scale, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.has_shift = shift is not None
 
@@ -114,9 +115,32 @@ def _differentiate(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
     return dx, dscale, dshift if ctx.has_shift else None, *none
 
 
+def _tangent(
+    ctx: Any, x_t: Tensor | None, scale_t: Tensor | None, shift_t: Tensor | None
+) -> tuple[Tensor, None, None]:
+    x, scale, mean, inv_std = ctx.saved_tensors
+    geometry = _norm(tuple(ctx.how), False, False).geometry(tuple(x.shape))
+
+    def spread_out(parameter: Tensor) -> Tensor:
+        return parameter.reshape(geometry.broadcast).expand(geometry.view).reshape(x.shape)
+
+    by_x = by_scale = by_shift = None
+    if x_t is not None:  # the Jacobian of what is not scaled yet is symmetric
+        by_x = normalize_backward_op(x, None, mean, inv_std, x_t, *ctx.how)[0]
+        by_x = by_x if scale is None else (by_x * spread_out(scale)).to(x.dtype)
+    if scale_t is not None:
+        normal = normalize_op(x, None, None, *ctx.how)[0]
+        by_scale = (normal * spread_out(scale_t)).to(x.dtype)
+    if shift_t is not None:
+        by_shift = spread_out(shift_t).to(x.dtype)
+    return total(by_x, by_scale, by_shift), None, None
+
+
 def _keep_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, scale, _, _, dy, *ctx.how = inputs
-    ctx.save_for_backward(x, scale, dy)
+    save(ctx, x, scale, dy)
+    if scale is None:
+        ctx.mark_non_differentiable(*output[1:])
 
 
 def _written_out(
@@ -146,21 +170,74 @@ def _written_out(
     )
 
 
-def _differentiate_gradient(ctx: Any, *g: Tensor) -> tuple[Any, ...]:
+def _written(ctx: Any) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]]:
+    """The gradient's formula as a function of the tensors that are there."""
     x, scale, dy = ctx.saved_tensors
-    more = torch.is_grad_enabled()
-    with torch.enable_grad():
-        inputs = [t if more else t.detach() for t in (x, scale, dy) if t is not None]
-        inputs = [t if t.requires_grad else t.detach().requires_grad_() for t in inputs]
-        given = inputs if scale is not None else [inputs[0], None, inputs[1]]
-        results = _written_out(*given, *ctx.how)
-        found = torch.autograd.grad(results, inputs, g[: len(results)], create_graph=more)
-    by_scale = None if scale is None else found[1]
+
+    def formula(x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        return _written_out(x, None if scale is None else rest[0], rest[-1], *ctx.how)
+
+    return formula, [t for t in (x, scale, dy) if t is not None]
+
+
+def _differentiate_gradient(ctx: Any, *g: Tensor | None) -> tuple[Any, ...]:
+    formula, inputs = _written(ctx)
+    results, pull = torch.func.vjp(formula, *inputs)
+    found = pull(tuple(torch.zeros_like(r) if t is None else t for r, t in zip(results, g)))
+    by_scale = None if len(found) == 2 else found[1]
     return found[0], by_scale, None, None, found[-1], *(None,) * len(ctx.how)
 
 
-normalize_op.register_autograd(_differentiate, setup_context=_keep)
-normalize_backward_op.register_autograd(_differentiate_gradient, setup_context=_keep_gradient)
+def _tangent_of_gradient(
+    ctx: Any, x_t: Tensor | None, scale_t: Tensor | None, mean_t: None, inv_std_t: None,
+    dy_t: Tensor | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    formula, inputs = _written(ctx)
+    given = (x_t, scale_t, dy_t) if len(inputs) == 3 else (x_t, dy_t)
+    tangents = tuple(torch.zeros_like(v) if t is None else t for v, t in zip(inputs, given))
+    # The gradient's gradient is linear; its own, at any place, is what carries tangents on. (One
+    # forward-mode derivative inside another is what PyTorch refuses.)
+    results, pull = torch.func.vjp(formula, *inputs)
+    _, push = torch.func.vjp(lambda *g: pull(g), *(torch.zeros_like(r) for r in results))
+    return (*push(tangents), None, None)[:3]
+
+
+def _vmapped(op: Any, tensors: int) -> Any:
+    """The rule of vmap: a batch joins the channels, whose statistics are apart; layers, whose
+    parameters serve every row, are taken one by one."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        size, how = info.batch_size, arguments[tensors:]
+        given = [
+            None if t is None else to_front(t, at, size)
+            for t, at in zip(arguments[:tensors], in_dims)
+        ]
+        if how[2] == "layer":
+            each = [op(*(None if t is None else t[i] for t in given), *how) for i in range(size)]
+            return tuple(torch.stack(found) for found in zip(*each)), (0, 0, 0)
+        axis, groups, *rest = how
+        # (N, C, ...) and (N, groups) have channels as their axis 1, (C,) as axis 0
+        joined = [None if t is None else fold(t, min(t.dim() - 2, 1)) for t in given]
+        found = op(*joined, axis, groups * size if how[2] == "group" else groups, *rest)
+        return tuple(unfold(t, min(t.dim() - 1, 1), size) for t in found), (0, 0, 0)
+
+    return rule
+
+
+differentiable(
+    normalize_op,
+    keep=_keep,
+    backward=_differentiate,
+    tangent=_tangent,
+    vmap=_vmapped(normalize_op, 3),
+)
+differentiable(
+    normalize_backward_op,
+    keep=_keep_gradient,
+    backward=_differentiate_gradient,
+    tangent=_tangent_of_gradient,
+    vmap=_vmapped(normalize_backward_op, 5),
+)
 
 
 def _checked(x: Tensor, scale: Tensor | None, shift: Tensor | None, dims: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bedstone import ActivationDesc, ActivationProblem, InvalidDescriptor, SoftmaxProblem
+from bedstone.frameworks.torch.ops.derivatives import differentiable, save, total
 from bedstone.frameworks.torch.ops.launch import launch, to_front
 from bedstone.spec.tensor import TensorDesc
 
@@ -84,32 +85,42 @@ def _activation_backward_fake(
 
 def _keep_saved(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, *ctx.how = inputs
-    ctx.save_for_backward(output if _from_y(_desc(*ctx.how)) else x)
+    save(ctx, output if _from_y(_desc(*ctx.how)) else x)
 
 
 def _differentiate_activation(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     return activation_backward_op(ctx.saved_tensors[0], dy, *ctx.how), None, None, None
 
 
+def _tangent_of_activation(ctx: Any, x_t: Tensor) -> Tensor:
+    return activation_backward_op(ctx.saved_tensors[0], x_t, *ctx.how)
+
+
 def _keep_both(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     saved, dy, *ctx.how = inputs
-    ctx.save_for_backward(saved, dy)
+    save(ctx, saved, dy)
 
 
 def _differentiate_activation_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     saved, dy = ctx.saved_tensors
-    kind, alpha, beta = ctx.how
-    desc = _desc(kind, alpha, beta)
-    bend = _BEND[kind](saved, desc.alpha, desc.beta) if ctx.needs_input_grad[0] else None
-    by_saved = None if bend is None else g * dy * bend
+    by_saved = g * dy * _bend(saved, *ctx.how) if ctx.needs_input_grad[0] else None
     by_dy = activation_backward_op(saved, g, *ctx.how) if ctx.needs_input_grad[1] else None
     return by_saved, by_dy, None, None, None
 
 
-activation_op.register_autograd(_differentiate_activation, setup_context=_keep_saved)
-activation_backward_op.register_autograd(
-    _differentiate_activation_backward, setup_context=_keep_both
-)
+def _tangent_of_activation_backward(
+    ctx: Any, saved_t: Tensor | None, dy_t: Tensor | None
+) -> Tensor:
+    saved, dy = ctx.saved_tensors
+    return total(
+        None if saved_t is None else saved_t * dy * _bend(saved, *ctx.how),
+        None if dy_t is None else activation_backward_op(saved, dy_t, *ctx.how),
+    )
+
+
+def _bend(saved: Tensor, kind: str, alpha: float | None, beta: float | None) -> Tensor:
+    desc = _desc(kind, alpha, beta)
+    return _BEND[kind](saved, desc.alpha, desc.beta)
 
 
 def _flat(saved: Tensor, alpha: float, beta: float) -> Tensor:
@@ -134,7 +145,7 @@ def _gelu_tanh_bend(x: Tensor, alpha: float, beta: float) -> Tensor:
 
 def _hard_swish_bend(x: Tensor, alpha: float, beta: float) -> Tensor:
     inner = alpha * x + beta
-    return torch.where((inner > 0) & (inner < 1), 2.0 * alpha, 0.0).to(x.dtype)
+    return ((inner > 0) & (inner < 1)).to(x.dtype) * (2.0 * alpha)
 
 
 # d f'(saved) / d saved, where saved is y for the kinds whose derivative y determines, else x.
@@ -155,15 +166,29 @@ _BEND: dict[str, Callable[[Tensor, float, float], Tensor]] = {
 }
 
 
-@activation_op.register_vmap
 def _vmap_activation(info, in_dims, x, *how):  # type: ignore[no-untyped-def]
     return activation_op(x, *how), in_dims[0]
 
 
-@activation_backward_op.register_vmap
 def _vmap_activation_backward(info, in_dims, saved, dy, *how):  # type: ignore[no-untyped-def]
     saved, dy = (to_front(t, at, info.batch_size) for t, at in zip((saved, dy), in_dims))
     return activation_backward_op(saved, dy, *how), 0
+
+
+differentiable(
+    activation_op,
+    keep=_keep_saved,
+    backward=_differentiate_activation,
+    tangent=_tangent_of_activation,
+    vmap=_vmap_activation,
+)
+differentiable(
+    activation_backward_op,
+    keep=_keep_both,
+    backward=_differentiate_activation_backward,
+    tangent=_tangent_of_activation_backward,
+    vmap=_vmap_activation_backward,
+)
 
 
 def _softmax(x: TensorDesc, y: TensorDesc, axis: int, log: bool) -> SoftmaxProblem:
@@ -202,7 +227,7 @@ def _softmax_backward_fake(y: Tensor, dy: Tensor, axis: int, log: bool) -> Tenso
 
 def _keep_result(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, *ctx.how = inputs
-    ctx.save_for_backward(output)
+    save(ctx, output)
 
 
 def _differentiate_softmax(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
@@ -223,20 +248,51 @@ def _differentiate_softmax_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     return by_y, by_dy, None, None
 
 
-softmax_op.register_autograd(_differentiate_softmax, setup_context=_keep_result)
-softmax_backward_op.register_autograd(_differentiate_softmax_backward, setup_context=_keep_both)
+def _tangent_of_softmax(ctx: Any, x_t: Tensor) -> Tensor:
+    (y,) = ctx.saved_tensors
+    axis, log = ctx.how
+    if log:
+        return x_t - (y.exp() * x_t).sum(axis, keepdim=True)
+    return softmax_backward_op(y, x_t, axis, log)  # its Jacobian is symmetric
 
 
-@softmax_op.register_vmap
+def _tangent_of_softmax_backward(ctx: Any, y_t: Tensor | None, dy_t: Tensor | None) -> Tensor:
+    y, dy = ctx.saved_tensors
+    axis, log = ctx.how
+    by_dy = None if dy_t is None else softmax_backward_op(y, dy_t, axis, log)
+    by_y = None
+    if y_t is not None and log:
+        by_y = -y.exp() * y_t * dy.sum(axis, keepdim=True)
+    elif y_t is not None:
+        mean, mean_t = ((v * dy).sum(axis, keepdim=True) for v in (y, y_t))
+        by_y = y_t * (dy - mean) - y * mean_t
+    return total(by_y, by_dy)
+
+
 def _vmap_softmax(info, in_dims, x, axis, log):  # type: ignore[no-untyped-def]
     axis = axis + 1 if axis >= 0 else axis  # counted from the end, it is the same one
     return softmax_op(to_front(x, in_dims[0], info.batch_size), axis, log), 0
 
 
-@softmax_backward_op.register_vmap
 def _vmap_softmax_backward(info, in_dims, y, dy, axis, log):  # type: ignore[no-untyped-def]
     y, dy = (to_front(t, at, info.batch_size) for t, at in zip((y, dy), in_dims))
     return softmax_backward_op(y, dy, axis + 1 if axis >= 0 else axis, log), 0
+
+
+differentiable(
+    softmax_op,
+    keep=_keep_result,
+    backward=_differentiate_softmax,
+    tangent=_tangent_of_softmax,
+    vmap=_vmap_softmax,
+)
+differentiable(
+    softmax_backward_op,
+    keep=_keep_both,
+    backward=_differentiate_softmax_backward,
+    tangent=_tangent_of_softmax_backward,
+    vmap=_vmap_softmax_backward,
+)
 
 
 def activation(

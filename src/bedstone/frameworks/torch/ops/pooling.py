@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bedstone import InvalidDescriptor, PoolingDesc, PoolingProblem, TensorDesc
+from bedstone.frameworks.torch.ops.derivatives import differentiable, save
 from bedstone.frameworks.torch.ops.launch import (
     empty,
     fold,
@@ -211,9 +212,8 @@ adaptive_backward_op.register_fake(_resized)
 def _keep_maxima(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, axes, ceil, *ctx.window = inputs
     ctx.how = (axes, ceil, x.shape[2:])
-    ctx.save_for_backward(output[1])
+    save(ctx, output[1])
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
 
 
 def _differentiate_max(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Any, ...]:
@@ -222,21 +222,34 @@ def _differentiate_max(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Any, ...]:
     return dx, None, None, None, None, None, None
 
 
+def _at(indices: Tensor, images: Tensor) -> Tensor:
+    """The elements of images that the indices name; 0 where they name none."""
+    where = indices.flatten(2)
+    gathered = images.flatten(2).gather(2, where.clamp(min=0))
+    return torch.where(where < 0, 0.0, gathered).view(indices.shape).to(images.dtype)
+
+
+def _tangent_of_max(ctx: Any, x_t: Tensor) -> tuple[Tensor, None]:
+    return _at(ctx.saved_tensors[0], x_t), None
+
+
 def _keep_indices(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
+    _, indices, *ctx.how = inputs
+    save(ctx, indices)
 
 
 def _differentiate_max_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
-    (indices,) = ctx.saved_tensors
-    where = indices.flatten(2)
-    gathered = g.flatten(2).gather(2, where.clamp(min=0))
-    by_dy = torch.where(where < 0, 0.0, gathered).view(indices.shape).to(g.dtype)
+    by_dy = _at(ctx.saved_tensors[0], g)
     return by_dy, None, None, None, None, None, None, None, None
 
 
+def _tangent_of_max_backward(ctx: Any, dy_t: Tensor, _: None) -> Tensor:
+    return max_pool_backward_op(dy_t, ctx.saved_tensors[0], *ctx.how)
+
+
 def _keep_average(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, *how = inputs
-    ctx.how, ctx.window, ctx.size = how[:3], how[-3:], x.shape[2:]
+    x, *ctx.all = inputs
+    ctx.how, ctx.window, ctx.size = ctx.all[:3], ctx.all[-3:], x.shape[2:]
 
 
 def _differentiate_average(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
@@ -250,7 +263,8 @@ def _differentiate_average_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
 
 
 def _keep_size(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.axes, ctx.size = inputs[1], inputs[0].shape[2:]
+    x, *ctx.all = inputs
+    ctx.axes, ctx.size = inputs[1], x.shape[2:]
 
 
 def _differentiate_adaptive(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
@@ -261,18 +275,8 @@ def _differentiate_adaptive_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     return adaptive_op(g, ctx.axes, ctx.size), None, None
 
 
-max_pool_op.register_autograd(_differentiate_max, setup_context=_keep_maxima)
-max_pool_backward_op.register_autograd(_differentiate_max_backward, setup_context=_keep_indices)
-average_pool_op.register_autograd(_differentiate_average, setup_context=_keep_average)
-average_pool_backward_op.register_autograd(
-    _differentiate_average_backward, setup_context=_keep_average
-)
-adaptive_op.register_autograd(_differentiate_adaptive, setup_context=_keep_size)
-adaptive_backward_op.register_autograd(_differentiate_adaptive_backward, setup_context=_keep_size)
-
-
-def _join_batches(op: Any, tensors: int, results: int) -> None:
-    """Under vmap a batch joins N, in the operator's tensors and results."""
+def _joined(op: Any, tensors: int, results: int = 1) -> Any:
+    """The rule of vmap: a batch joins N, in the operator's tensors and results."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         size = info.batch_size
@@ -282,13 +286,36 @@ def _join_batches(op: Any, tensors: int, results: int) -> None:
             return unfold(out, 0, size), 0
         return tuple(unfold(t, 0, size) for t in out), (0,) * results
 
-    op.register_vmap(rule)
+    return rule
 
 
-_join_batches(max_pool_op, 1, 2)
-_join_batches(max_pool_backward_op, 2, 1)
-for _op in (average_pool_op, average_pool_backward_op, adaptive_op, adaptive_backward_op):
-    _join_batches(_op, 1, 1)
+differentiable(
+    max_pool_op,
+    keep=_keep_maxima,
+    backward=_differentiate_max,
+    tangent=_tangent_of_max,
+    vmap=_joined(max_pool_op, 1, 2),
+)
+differentiable(
+    max_pool_backward_op,
+    keep=_keep_indices,
+    backward=_differentiate_max_backward,
+    tangent=_tangent_of_max_backward,
+    vmap=_joined(max_pool_backward_op, 2),
+)
+for _op, _keep, _backward in (
+    (average_pool_op, _keep_average, _differentiate_average),
+    (average_pool_backward_op, _keep_average, _differentiate_average_backward),
+    (adaptive_op, _keep_size, _differentiate_adaptive),
+    (adaptive_backward_op, _keep_size, _differentiate_adaptive_backward),
+):
+    differentiable(
+        _op,
+        keep=_keep,
+        backward=_backward,
+        tangent=lambda ctx, t, op=_op: op(t, *ctx.all),  # they are linear
+        vmap=_joined(_op, 1),
+    )
 
 
 def max_pool(
