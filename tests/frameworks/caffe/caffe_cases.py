@@ -8,7 +8,7 @@ from bedstone.frameworks.caffe import io, schema
 from bedstone.frameworks.caffe.net import Net
 
 
-def network(layers, shapes, phase="TRAIN", engine=None, dtype="float32"):
+def network(layers, shapes, phase="TRAIN", engine=None, dtype="float32", gpu=None):
     """A net: inputs a, b, ... of these shapes, then the layers' text."""
     inputs = "".join(
         f'layer {{ name: "{n}" type: "Input" top: "{n}" input_param {{ shape {{ '
@@ -18,7 +18,7 @@ def network(layers, shapes, phase="TRAIN", engine=None, dtype="float32"):
     )
     text = f'name: "test" force_backward: true\n{inputs}{layers}'
     param = io.parse_text(text, schema.NetParameter)
-    return Net(param, phase, engine=engine, seed=3, dtype=dtype)
+    return Net(param, phase, engine=engine, seed=3, dtype=dtype, gpu=gpu)
 
 
 def layer(kind, more="", bottoms=1, top="y"):

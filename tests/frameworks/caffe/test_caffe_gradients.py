@@ -14,6 +14,7 @@ pytest.importorskip("google.protobuf")
 from caffe_cases import CASES, layer, network
 
 from bedstone.frameworks.caffe.registry import layer_types
+from bedstone.frameworks.caffe.snapshots import net_state, restore_net_state
 
 STEP, THRESHOLD = 1e-2, 1e-3
 # Where a layer's gradient jumps, for each element by itself ...
@@ -78,11 +79,11 @@ class Probe:
     def __init__(self, net):
         self.net, self.layer = net, net.layers[-1]
         self.bottom, self.top = net.bottoms[-1], net.tops[-1]
-        self.state = net.rng.bit_generator.state
+        self.state = net_state(net)
 
     def forward(self):
         """All tops, one after another, in double."""
-        self.net.rng.bit_generator.state = self.state
+        restore_net_state(self.net, self.state)
         self.layer.forward(self.bottom, self.top)
         return np.concatenate([blob.data.astype(np.float64).ravel() for blob in self.top])
 

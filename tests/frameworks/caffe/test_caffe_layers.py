@@ -9,7 +9,7 @@ pytest.importorskip("google.protobuf")
 from caffe_cases import CASES, fill, layer, network
 
 from bedstone import InvalidDescriptor
-from bedstone.frameworks.caffe import layers_product
+from bedstone.frameworks.caffe import spaces
 
 WEIGHTED = 'layer { name: "sum" type: "Reduction" bottom: "y" top: "loss" loss_weight: 0.7 }\n'
 
@@ -62,9 +62,9 @@ def test_a_product_is_added_in_parts(monkeypatch):
     a, b, total = (rng.integers(-9, 10, shape).astype(float) for shape in ((7, 4), (4, 5), (7, 5)))
     expected = total + a @ b
     for part in (1, 10, 14, 1 << 20):  # a row, two rows (the last ones one), all of them
-        monkeypatch.setattr(layers_product, "PART", part)
+        monkeypatch.setattr(spaces, "PART", part)
         found = total.copy()
-        layers_product.add_product(a, b, found)
+        spaces.HOST.add_product(a, b, found, "ieee")
         np.testing.assert_array_equal(found, expected)
 
 

@@ -16,6 +16,7 @@ from google.protobuf import text_format
 from bedstone.frameworks.caffe import schema
 from bedstone.frameworks.caffe.solver import SNAPSHOT, STOP, Solver
 from bedstone.frameworks.caffe.solvers_log import Log
+from bedstone.frameworks.caffe.spaces import HOST
 from bedstone.spec.errors import InvalidDescriptor
 
 BATCH, INPUTS, OUTPUTS = 4, 3, 2
@@ -331,7 +332,13 @@ def test_bad_solver_is_refused(text, complaint):
 
 
 @pytest.mark.parametrize("mode", ["GPU", "CPU"])
-def test_gpu_mode_runs_on_the_cpu_visibly(mode):
+def test_gpu_mode_without_a_gpu_runs_on_the_cpu_visibly(mode, monkeypatch):
+    def missing(index):
+        raise InvalidDescriptor("device", index, "a GPU")
+
+    monkeypatch.setattr("bedstone.frameworks.caffe.solver.device_space", missing)
     stream = io.StringIO()
-    solver(f"solver_mode: {mode}", log=Log(stream)).step(1)
-    assert ("run on the CPU" in stream.getvalue()) == (mode == "GPU")
+    made = solver(f"solver_mode: {mode}", log=Log(stream))
+    made.step(1)
+    assert made.net.space is HOST
+    assert ("running on the CPU" in stream.getvalue()) == (mode == "GPU")

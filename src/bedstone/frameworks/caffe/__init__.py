@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Net", "Solver"]
+__all__ = [
+    "Net", "Solver", "current_device", "set_device", "set_mode_cpu", "set_mode_gpu",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
@@ -23,4 +25,8 @@ def __getattr__(name: str) -> Any:
         from bedstone.frameworks.caffe.solver import Solver
 
         return Solver
+    if name in __all__:
+        from bedstone.frameworks.caffe import spaces
+
+        return getattr(spaces, name)
     raise AttributeError(f"module {__name__} has no attribute {name!r}")

@@ -19,6 +19,7 @@ class DataLayer(Layer):
 
     bottoms: int | tuple[int, int | None] = 0
     tops: int | tuple[int, int | None] = (1, None)
+    host_only = "data come from the host"
 
     def reshape(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         """The shapes are settled in `setup`, or come with the data."""
@@ -27,6 +28,8 @@ class DataLayer(Layer):
 @register("Input")
 class InputLayer(DataLayer):
     """Blobs that the caller fills: one shape for all tops, or one each."""
+
+    shows_bottom = True  # (nothing is written here)
 
     def setup(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         shapes = self.param.input_param.shape

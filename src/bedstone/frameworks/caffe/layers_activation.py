@@ -1,8 +1,8 @@
 """Layers that work element by element: activations, powers, logarithms, dropout.
 
 ReLU, ELU, Sigmoid and TanH run on bedstone (their gradients need only the top, so that they may
-work in place); the rest is NumPy. A layer that needs its bottom in backward keeps a copy where it
-works in place.
+work in place), and so does dropout; the rest is NumPy, or what has its names on a device. A layer
+that needs its bottom in backward keeps a copy where it works in place.
 """
 
 from __future__ import annotations
@@ -13,28 +13,30 @@ from typing import Any
 
 import numpy as np
 
-from bedstone import ActivationDesc, ActivationProblem
+from bedstone import ActivationDesc, ActivationProblem, DropoutProblem
 from bedstone.frameworks.caffe.blob import Blob
 from bedstone.frameworks.caffe.fillers import fill
 from bedstone.frameworks.caffe.layer import Layer
 from bedstone.frameworks.caffe.registry import register
+from bedstone.spec.dropout import PHILOX_WORDS, keep_mask
 
 
 class Elementwise(Layer):
     """The base: top of the bottom's shape."""
 
     in_place = True
+    host_only = None
     keeps_bottom = False  # whether backward reads the bottom
 
     def reshape(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         if top[0] is not bottom[0]:
             top[0].reshape(*bottom[0].shape)
-        self._kept: np.ndarray | None = None
+        self._kept: Any = None
 
     def forward(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         x = bottom[0].data
         if self.keeps_bottom and top[0] is bottom[0]:
-            self._kept = x.copy()
+            self._kept = self.xp.copy(x)
             x = self._kept
         self.apply(x, top[0].data)
 
@@ -61,6 +63,8 @@ class Elementwise(Layer):
 class Activation(Elementwise):
     """An activation of bedstone; natively by the reference's formula."""
 
+    native_host_only: str | None = "engine: CAFFE, and NumPy computes it"
+
     def desc(self) -> ActivationDesc:
         """Which one."""
         raise NotImplementedError
@@ -72,6 +76,8 @@ class Activation(Elementwise):
     def setup(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         self.activation = self.desc()
         self.on_bedstone = self.net.engines.wanted(self, self.engine_param())
+        if not self.on_bedstone:
+            self.host_only = self.native_host_only
 
     def reshape(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         super().reshape(bottom, top)
@@ -103,6 +109,8 @@ class Activation(Elementwise):
 class ReLU(Activation):
     """max(x, 0) + negative_slope * min(x, 0)."""
 
+    native_host_only = None
+
     def desc(self) -> ActivationDesc:
         slope = self.param.relu_param.negative_slope
         if slope < 0:
@@ -117,7 +125,7 @@ class ReLU(Activation):
             super().apply(x, y)
             return
         slope = self.param.relu_param.negative_slope
-        np.maximum(x, slope * x if slope else 0.0, out=y)
+        self.xp.maximum(x, slope * x if slope else 0.0, out=y)
 
     def gradient(self, x: np.ndarray, y: np.ndarray, dy: np.ndarray, dx: np.ndarray) -> None:
         if self._backward is not None:
@@ -125,7 +133,7 @@ class ReLU(Activation):
             return
         slope = self.dtype.type(self.param.relu_param.negative_slope)
         one = self.dtype.type(1)
-        np.multiply(dy, (y > 0) if slope == 0 else np.where(y > 0, one, slope), out=dx)
+        self.xp.multiply(dy, (y > 0) if slope == 0 else self.xp.where(y > 0, one, slope), out=dx)
 
 
 @register("Sigmoid")
@@ -180,19 +188,19 @@ class PReLU(Elementwise):
         self.blobs = [slope]
 
     def _slope(self, x: np.ndarray) -> np.ndarray:
-        return self.blobs[0].data.reshape(-1, *(1,) * (x.ndim - 2))
+        return self.own[0].data.reshape(-1, *(1,) * (x.ndim - 2))
 
     def apply(self, x: np.ndarray, y: np.ndarray) -> None:
-        y[...] = np.where(x > 0, x, self._slope(x) * x)
+        y[...] = self.xp.where(x > 0, x, self._slope(x) * x)
 
     def parameter_gradients(self, x: np.ndarray, dy: np.ndarray) -> None:
         if self.param_propagate[0]:
-            terms = dy * np.minimum(x, 0)
+            terms = dy * self.xp.minimum(x, 0)
             axes = None if self.blobs[0].count == 1 else (0, *range(2, x.ndim))
-            self.blobs[0].diff[...] += terms.sum(axes).reshape(self.blobs[0].shape)
+            self.own[0].diff[...] += terms.sum(axes).reshape(self.blobs[0].shape)
 
     def gradient(self, x: np.ndarray, y: np.ndarray, dy: np.ndarray, dx: np.ndarray) -> None:
-        np.multiply(dy, np.where(x > 0, self.dtype.type(1), self._slope(x)), out=dx)
+        self.xp.multiply(dy, self.xp.where(x > 0, self.dtype.type(1), self._slope(x)), out=dx)
 
 
 @register("AbsVal")
@@ -202,10 +210,10 @@ class AbsVal(Elementwise):
     keeps_bottom = True
 
     def apply(self, x: np.ndarray, y: np.ndarray) -> None:
-        np.abs(x, out=y)
+        self.xp.abs(x, out=y)
 
     def gradient(self, x: np.ndarray, y: np.ndarray, dy: np.ndarray, dx: np.ndarray) -> None:
-        np.multiply(dy, np.sign(x), out=dx)
+        self.xp.multiply(dy, self.xp.sign(x), out=dx)
 
 
 @register("Power")
@@ -216,16 +224,16 @@ class Power(Elementwise):
 
     def apply(self, x: np.ndarray, y: np.ndarray) -> None:
         p = self.param.power_param
-        y[...] = np.power(p.shift + p.scale * x, p.power)
+        y[...] = self.xp.power(p.shift + p.scale * x, p.power)
 
     def gradient(self, x: np.ndarray, y: np.ndarray, dy: np.ndarray, dx: np.ndarray) -> None:
         p = self.param.power_param
         factor = p.power * p.scale
         if p.power == 1 or not factor:
-            np.multiply(dy, factor, out=dx)
+            self.xp.multiply(dy, factor, out=dx)
             return
         inner = p.shift + p.scale * x
-        np.multiply(dy, factor * np.power(inner, p.power - 1), out=dx)
+        self.xp.multiply(dy, factor * self.xp.power(inner, p.power - 1), out=dx)
 
 
 class Based(Elementwise):
@@ -251,10 +259,10 @@ class Exp(Based):
 
     def apply(self, x: np.ndarray, y: np.ndarray) -> None:
         p = self.numbers()
-        y[...] = np.exp(self.log_base * (p.shift + p.scale * x))
+        y[...] = self.xp.exp(self.log_base * (p.shift + p.scale * x))
 
     def gradient(self, x: np.ndarray, y: np.ndarray, dy: np.ndarray, dx: np.ndarray) -> None:
-        np.multiply(dy, y * (self.log_base * self.numbers().scale), out=dx)
+        self.xp.multiply(dy, y * (self.log_base * self.numbers().scale), out=dx)
 
 
 @register("Log")
@@ -269,13 +277,13 @@ class Log(Based):
     def apply(self, x: np.ndarray, y: np.ndarray) -> None:
         p = self.numbers()
         with np.errstate(divide="ignore", invalid="ignore"):
-            y[...] = np.log(p.shift + p.scale * x) / self.log_base
+            y[...] = self.xp.log(p.shift + p.scale * x) / self.log_base
 
     def gradient(self, x: np.ndarray, y: np.ndarray, dy: np.ndarray, dx: np.ndarray) -> None:
         p = self.numbers()
         inner = p.shift + p.scale * x
         with np.errstate(divide="ignore", invalid="ignore"):
-            np.multiply(dy, (p.scale / self.log_base) / inner, out=dx)
+            self.xp.multiply(dy, (p.scale / self.log_base) / inner, out=dx)
 
 
 @register("BNLL")
@@ -285,10 +293,12 @@ class BNLL(Elementwise):
     keeps_bottom = True
 
     def apply(self, x: np.ndarray, y: np.ndarray) -> None:
-        np.logaddexp(x, 0.0, out=y)
+        self.xp.logaddexp(x, self.xp.zeros_like(x), out=y)
 
     def gradient(self, x: np.ndarray, y: np.ndarray, dy: np.ndarray, dx: np.ndarray) -> None:
-        np.multiply(dy, ActivationDesc("sigmoid").apply(x), out=dx, casting="unsafe")
+        e = self.xp.exp(-self.xp.abs(x))
+        slope = self.xp.where(x > 0, 1.0 / (1.0 + e), e / (1.0 + e))
+        self.xp.multiply(dy, slope, out=dx)
 
 
 @register("Threshold")
@@ -305,25 +315,58 @@ class Threshold(Elementwise):
 @register("Dropout")
 class Dropout(Elementwise):
     """In training, elements are set to 0 with probability dropout_ratio and the others scaled by
-    1 / (1 - ratio); in testing the bottom as it is."""
+    1 / (1 - ratio); in testing the bottom as it is.
+
+    The mask is a function of a seed, drawn with the fillers, and of how much was drawn before: the
+    same on every device and engine.
+    """
 
     def setup(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         self.ratio = self.param.dropout_param.dropout_ratio
         if not 0 < self.ratio < 1:
             raise self.wrong("dropout_ratio", self.ratio, "above 0 and below 1")
-        self._mask: np.ndarray | None = None
+        self._seed, self._drawn = int(self.net.rng.integers(2**63)), 0
+        self.on_bedstone = self.phase == "TRAIN" and self.net.engines.wanted(self)
+
+    def reshape(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
+        super().reshape(bottom, top)
+        self._forward = self._backward = None
+        if self.on_bedstone:
+            x = self.packed((max(bottom[0].count, 1),))
+            engines, ratio = self.net.engines, self.ratio
+            self._forward = engines.kernel(self, "forward", DropoutProblem("forward", x, x, ratio))
+            self._backward = engines.kernel(
+                self, "backward", DropoutProblem("backward", x, x, ratio)
+            )
+            self._state = self.xp.asarray(np.array([self._seed, self._drawn], np.int64))
 
     def apply(self, x: np.ndarray, y: np.ndarray) -> None:
         if self.phase == "TEST":
             if y is not x:
                 y[...] = x
             return
-        kept = self.net.rng.random(x.shape, np.float32) >= self.ratio
-        self._mask = kept * self.dtype.type(1 / (1 - self.ratio))
-        np.multiply(x, self._mask, out=y)
+        blocks = -(-math.prod(x.shape) // PHILOX_WORDS)
+        self._drawn += blocks
+        if self._forward is not None and self._backward is not None:
+            self._state[1] += blocks
+            self._forward(x, self._state, y)
+        else:
+            kept = keep_mask(tuple(x.shape), self.ratio, self._seed, self._drawn)
+            self._mask = self.xp.asarray(kept * self.dtype.type(1 / (1 - self.ratio)))
+            self.xp.multiply(x, self._mask, out=y)
 
     def gradient(self, x: np.ndarray, y: np.ndarray, dy: np.ndarray, dx: np.ndarray) -> None:
-        if self.phase == "TEST" or self._mask is None:
+        if self.phase == "TEST":
             dx[...] = dy
+        elif self._forward is not None and self._backward is not None:
+            self._backward(self._state, dy, dx)
         else:
-            np.multiply(dy, self._mask, out=dx)
+            self.xp.multiply(dy, self._mask, out=dx)
+
+    def state(self) -> dict[str, Any]:
+        return {"seed": self._seed, "drawn": self._drawn}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._seed, self._drawn = state["seed"], state["drawn"]
+        if self.on_bedstone:
+            self._state = self.xp.asarray(np.array([self._seed, self._drawn], np.int64))

@@ -38,7 +38,7 @@ class Lowering:
 
     def __init__(
         self, channels: int, size: Sequence[int], window: Sequence[int], pad: Sequence[int],
-        stride: Sequence[int], dilation: Sequence[int], out: Sequence[int], dtype: Any,
+        stride: Sequence[int], dilation: Sequence[int], out: Sequence[int], dtype: Any, xp: Any,
     ) -> None:  # fmt: skip
         self.channels, self.out = channels, tuple(out)
         self.size, self.pad = tuple(size), tuple(pad)
@@ -47,8 +47,8 @@ class Lowering:
         self.flat = plain and all(r == 1 for r in window)  # a 1x1 filter: the image is the matrix
         if not self.flat:
             padded = [n + 2 * p for n, p in zip(size, pad)]
-            self.image = np.zeros((channels, *padded), dtype)
-            self.columns = np.empty((channels, *window, *out), dtype)
+            self.xp, self.image = xp, xp.zeros((channels, *padded), dtype)
+            self.columns = xp.empty((channels, *window, *out), dtype)
 
     def _taps(self) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
         for tap in itertools.product(*map(range, self.window)):
@@ -80,7 +80,7 @@ class Lowering:
         """image = the sum of what the matrix holds of each of its elements."""
         if self.flat:
             return
-        total = np.zeros_like(self.image)
+        total = self.xp.zeros_like(self.image)
         for tap, where in self._taps():
             total[(slice(None), *where)] += self.columns[(slice(None), *tap)]
         image[...] = total[(slice(None), *self._inside())]
@@ -92,6 +92,7 @@ class Convolving(Layer):
 
     bottoms = (1, None)
     tops = (1, None)
+    host_only = None
     transposed = False
 
     def setup(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
@@ -176,7 +177,7 @@ class Convolving(Layer):
         if len(self._kernels) < 3 + self.bias:
             geometry = (self.window, self.pad, self.stride, self.dilation)
             sizes = (self._image[1], self._image[2:], *geometry, self._product[2:])
-            self._lowering = Lowering(*sizes, self.dtype)
+            self._lowering = Lowering(*sizes, self.dtype, self.xp)
 
     def _plan(self) -> None:
         conv = ConvolutionDesc.of(self.axes, self.pad, self.stride, self.dilation, self.group)
@@ -184,10 +185,11 @@ class Convolving(Layer):
             self.packed(shape) for shape in (self._image, self._product, self.blobs[0].shape)
         )
         bias = self.bias and not self.transposed
+        mode = self.net.math
         problems: dict[str, Any] = {
-            "forward": ConvolutionProblem("forward", x, w, y, conv, epilogue=Epilogue(bias)),
-            "data": ConvolutionProblem("backward_data", x, w, y, conv),
-            "filter": ConvolutionProblem("backward_filter", x, w, y, conv),
+            "forward": ConvolutionProblem("forward", x, w, y, conv, mode, epilogue=Epilogue(bias)),
+            "data": ConvolutionProblem("backward_data", x, w, y, conv, mode),
+            "filter": ConvolutionProblem("backward_filter", x, w, y, conv, mode),
         }
         if self.bias:
             top = x if self.transposed else y
@@ -203,23 +205,27 @@ class Convolving(Layer):
 
     # The convolution's four products, on bedstone or natively -------------------------------------
 
+    def _multiply(self, a: Any, b: Any, out: Any) -> None:
+        """out = a b, natively."""
+        self.space.matmul(a, b, out, self.net.math)
+
     def _convolve(self, image: np.ndarray, product: np.ndarray, bias: bool) -> None:
         """product = conv(image, w) [+ bias]."""
-        weight = self.blobs[0].data
+        weight = self.own[0].data
         if "forward" in self._kernels:
-            given = [self.blobs[1].data] if self.bias and not self.transposed else []
+            given = [self.own[1].data] if self.bias and not self.transposed else []
             self._kernels["forward"](image, weight, *given, product)
             return
         groups = weight.reshape(self.group, -1, math.prod(weight.shape[1:]))
         for x, y in zip(image, product):
             columns = self._lowering.lower(x).reshape(self.group, groups.shape[2], -1)
-            np.matmul(groups, columns, out=y.reshape(self.group, groups.shape[1], -1))
+            self._multiply(groups, columns, y.reshape(self.group, groups.shape[1], -1))
         if bias:
-            product += self.blobs[1].data.reshape(-1, *(1,) * self.axes)
+            product += self.own[1].data.reshape(-1, *(1,) * self.axes)
 
     def _convolve_back(self, product: np.ndarray, image: np.ndarray) -> None:
         """image = the transposed convolution of product by w."""
-        weight = self.blobs[0].data
+        weight = self.own[0].data
         if "data" in self._kernels:
             self._kernels["data"](weight, product, image)
             return
@@ -227,23 +233,25 @@ class Convolving(Layer):
         for y, x in zip(product, image):
             rows = y.reshape(self.group, groups.shape[1], -1)
             columns = self._lowering.matrix(x).reshape(self.group, groups.shape[2], -1)
-            np.matmul(groups.transpose(0, 2, 1), rows, out=columns)
+            self._multiply(self.xp.swapaxes(groups, 1, 2), rows, columns)
             self._lowering.raise_to(x)
 
     def _filter_gradient(self, image: np.ndarray, product: np.ndarray) -> None:
         """The weights' diff += sum over images and pixels of product * image."""
-        diff = self.blobs[0].diff
+        diff = self.own[0].diff
         if "filter" in self._kernels:
             self._kernels["filter"](image, product, diff, beta=1.0)
             return
         groups = diff.reshape(self.group, -1, math.prod(diff.shape[1:]))
+        part = self.xp.empty_like(groups)
         for x, y in zip(image, product):
             columns = self._lowering.lower(x).reshape(self.group, groups.shape[2], -1)
             rows = y.reshape(self.group, groups.shape[1], -1)
-            groups += np.matmul(rows, columns.transpose(0, 2, 1))
+            self._multiply(rows, self.xp.swapaxes(columns, 1, 2), part)
+            groups += part
 
     def _bias_gradient(self, dy: np.ndarray) -> None:
-        diff = self.blobs[1].diff
+        diff = self.own[1].diff
         if "bias" in self._kernels:
             self._kernels["bias"](dy, diff, beta=1.0)
         else:
@@ -280,9 +288,9 @@ class Deconvolution(Convolving):
         for x, y in zip(bottom, top):
             self._convolve_back(x.data, y.data)
             if self.bias and "add" in self._kernels:
-                self._kernels["add"](self.blobs[1].data, y.data, beta=1.0)
+                self._kernels["add"](self.own[1].data, y.data, beta=1.0)
             elif self.bias:
-                y.data[...] += self.blobs[1].data.reshape(-1, *(1,) * self.axes)
+                y.data[...] += self.own[1].data.reshape(-1, *(1,) * self.axes)
 
     def backward(
         self, top: Sequence[Blob], propagate_down: Sequence[bool], bottom: Sequence[Blob]

@@ -13,12 +13,15 @@ from bedstone.frameworks.caffe import schema
 from bedstone.frameworks.caffe.blob import Blob
 from bedstone.frameworks.caffe.layer import Layer
 from bedstone.frameworks.caffe.registry import register
+from bedstone.frameworks.caffe.spaces import HOST
 
 SMALLEST = float(np.finfo(np.float32).tiny)  # under a logarithm
 
 
 class Softmaxing(Layer):
     """A layer that takes the softmax over an axis: its plans, and the native path."""
+
+    host_only = None
 
     def choose(self, bottom: Blob) -> None:
         """Read the parameters."""
@@ -43,8 +46,9 @@ class Softmaxing(Layer):
         if self._forward is not None:
             self._forward(x, y)
             return
-        e = np.exp(x - x.max(self.axis, keepdims=True))
-        np.divide(e, e.sum(self.axis, keepdims=True), out=y)
+        xp = self.xp
+        e = xp.exp(x - xp.amax(x, self.axis, keepdims=True))
+        xp.divide(e, e.sum(self.axis, keepdims=True), out=y)
 
 
 @register("Softmax")
@@ -102,12 +106,10 @@ class Labelled(Layer):
             raise self.wrong("second bottom's shape", bottom[1].shape, expected)
         return outer, shape[axis], inner
 
-    def labels(
-        self, blob: Blob, classes: int, ignored: int | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(labels with 0 for the ignored ones, which are not ignored), flat. Fractions are cut
-        off, as in Caffe."""
-        given = blob.data.reshape(-1)
+    def labels(self, blob: Any, classes: int, ignored: int | None) -> tuple[Any, Any]:
+        """(labels with 0 for the ignored ones, which are not ignored), flat; the host's arrays,
+        where labels come from. Fractions are cut off, as in Caffe."""
+        given = blob.on(HOST).data.reshape(-1)
         finite = np.isfinite(given)
         labels = np.where(finite, given, -1).astype(np.int64)
         valid = np.ones(labels.shape, bool) if ignored is None else labels != ignored
@@ -138,16 +140,19 @@ class SoftmaxWithLoss(Softmaxing, Labelled):
         top[0].reshape()
         if len(top) == 2:
             top[1].reshape(*bottom[0].shape)
-        self.probability = np.empty(bottom[0].shape, self.dtype)
+        self.probability = self.xp.empty(bottom[0].shape, self.dtype)
         self.plan(bottom[0].shape, False)
 
     def forward(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         self.softmax(bottom[0].data, self.probability)
-        self._labels, self._valid = self.labels(bottom[1], self.classes, self.ignored)
-        p = np.take_along_axis(self._view(self.probability), self._index(), 1)[:, 0]
-        losses = -np.log(np.maximum(p, SMALLEST)).reshape(-1)
-        self._divisor = normalizer(self.mode, self.outer, self.inner, int(self._valid.sum()))
-        top[0].data[...] = losses[self._valid].sum(dtype=np.float64) / self._divisor
+        xp = self.xp
+        labels, valid = self.labels(bottom[1], self.classes, self.ignored)
+        self._divisor = normalizer(self.mode, self.outer, self.inner, int(valid.sum()))
+        self._labels, self._valid = xp.asarray(labels), xp.asarray(valid)
+        p = xp.take_along_axis(self._view(self.probability), self._index(), 1)[:, 0]
+        losses = -xp.log(xp.maximum(p, SMALLEST)).reshape(-1)
+        losses = xp.where(self._valid, losses, self.dtype.type(0))
+        top[0].data[...] = losses.sum(dtype=xp.float64) / self._divisor
         if len(top) == 2:
             top[1].data[...] = self.probability
 
@@ -164,11 +169,11 @@ class SoftmaxWithLoss(Softmaxing, Labelled):
             return
         dx = self._view(bottom[0].diff)
         dx[...] = self._view(self.probability)
-        at = np.take_along_axis(dx, self._index(), 1) - 1
-        np.put_along_axis(dx, self._index(), at, 1)
-        weight = float(top[0].diff) / self._divisor
+        at = self.xp.take_along_axis(dx, self._index(), 1) - 1
+        self.xp.put_along_axis(dx, self._index(), at, 1)
+        weight = float(top[0].on(HOST).diff) / self._divisor
         valid = self._valid.reshape(self.outer, 1, self.inner)
-        dx *= np.where(valid, self.dtype.type(weight), self.dtype.type(0))
+        dx *= self.xp.where(valid, self.dtype.type(weight), self.dtype.type(0))
 
 
 @register("SigmoidCrossEntropyLoss")
@@ -176,6 +181,7 @@ class SigmoidCrossEntropyLoss(Layer):
     """-sum(t log s(x) + (1 - t) log(1 - s(x))) over the number of images, s the sigmoid."""
 
     bottoms = 2
+    host_only = None
     loss = True
     no_gradient = (1,)
 
@@ -192,13 +198,14 @@ class SigmoidCrossEntropyLoss(Layer):
 
     def forward(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         x, t = bottom[0].data, bottom[1].data.reshape(bottom[0].shape)
-        self._valid = np.ones(x.shape, bool) if self.ignored is None else t != self.ignored
-        losses = np.logaddexp(0.0, x) - x * t
+        self._valid = (t == t) if self.ignored is None else t != self.ignored
+        losses = self.xp.logaddexp(self.xp.zeros_like(x), x) - x * t
         images = bottom[0].shape[0] if bottom[0].shape else 1
-        valid = int(self._valid.sum())
+        valid = int(self._valid.sum()) if self.mode == "VALID" else 0
         inner = bottom[0].count // max(images, 1)
         self._divisor = normalizer(self.mode, images, inner, valid)
-        top[0].data[...] = losses[self._valid].sum(dtype=np.float64) / self._divisor
+        losses = self.xp.where(self._valid, losses, self.dtype.type(0))
+        top[0].data[...] = losses.sum(dtype=self.xp.float64) / self._divisor
 
     def backward(
         self, top: Sequence[Blob], propagate_down: Sequence[bool], bottom: Sequence[Blob]
@@ -206,10 +213,10 @@ class SigmoidCrossEntropyLoss(Layer):
         if not propagate_down[0]:
             return
         x, t = bottom[0].data, bottom[1].data.reshape(bottom[0].shape)
-        weight = float(top[0].diff) / self._divisor
-        e = np.exp(-np.abs(x))
-        s = np.where(x >= 0, 1 / (1 + e), e / (1 + e))
-        bottom[0].diff[...] = np.where(self._valid, (s - t) * weight, 0)
+        xp, weight = self.xp, float(top[0].on(HOST).diff) / self._divisor
+        e = xp.exp(-xp.abs(x))
+        s = xp.where(x >= 0, 1 / (1 + e), e / (1 + e))
+        bottom[0].diff[...] = xp.where(self._valid, (s - t) * weight, self.dtype.type(0))
 
 
 @register("EuclideanLoss")
@@ -217,6 +224,7 @@ class EuclideanLoss(Layer):
     """sum((a - b)^2) / (2 N); both bottoms have gradients."""
 
     bottoms = 2
+    host_only = None
     loss = True
 
     def reshape(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
@@ -229,12 +237,12 @@ class EuclideanLoss(Layer):
     def forward(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         self._difference = bottom[0].data - bottom[1].data.reshape(bottom[0].shape)
         flat = self._difference.reshape(-1)
-        top[0].data[...] = float(np.dot(flat, flat)) / (2 * max(self._images, 1))
+        top[0].data[...] = (flat @ flat) / (2 * max(self._images, 1))
 
     def backward(
         self, top: Sequence[Blob], propagate_down: Sequence[bool], bottom: Sequence[Blob]
     ) -> None:
-        weight = float(top[0].diff) / max(self._images, 1)
+        weight = float(top[0].on(HOST).diff) / max(self._images, 1)
         for i, sign in enumerate((1, -1)):
             if propagate_down[i]:
                 bottom[i].diff[...] = (self._difference * (sign * weight)).reshape(bottom[i].shape)
@@ -282,6 +290,7 @@ class Accuracy(Labelled):
     """The share of places whose label is among the top_k scores; a second top gets it by class."""
 
     bottoms = 2
+    host_only = None
     tops = (1, 2)
     no_gradient = (0, 1)
 
@@ -300,16 +309,18 @@ class Accuracy(Labelled):
             top[1].reshape(self.classes)
 
     def forward(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
+        xp = self.xp
         scores = bottom[0].data.reshape(self.outer, self.classes, self.inner)
-        scores = scores.transpose(0, 2, 1).reshape(-1, self.classes)
+        scores = xp.swapaxes(scores, 1, 2).reshape(-1, self.classes)
         labels, valid = self.labels(bottom[1], self.classes, self.ignored)
-        own = scores[np.arange(len(scores)), labels]
-        # (Of equal scores all count before the label's own, as in Caffe.)
-        better = (scores >= own[:, None]).sum(1) - 1
-        right = (better < self.top_k) & valid
         count = int(valid.sum())
+        own = xp.take_along_axis(scores, xp.asarray(labels)[:, None], 1)
+        # (Of equal scores all count before the label's own, as in Caffe.)
+        better = (scores >= own).sum(1) - 1
+        right = (better < self.top_k) & xp.asarray(valid)
         top[0].data[...] = right.sum() / count if count else 0.0
         if len(top) == 2:
             each = np.bincount(labels[valid], minlength=self.classes)
-            hits = np.bincount(labels[right], minlength=self.classes)
-            top[1].data[...] = np.where(each > 0, hits / np.maximum(each, 1), 0)
+            hits = np.bincount(labels[self.space.on_host(right)], minlength=self.classes)
+            shares = np.where(each > 0, hits / np.maximum(each, 1), 0)
+            top[1].data[...] = xp.asarray(shares, self.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,12 +16,15 @@ from bedstone.frameworks.caffe.layer import Layer
 from bedstone.frameworks.caffe.layers_activation import Elementwise
 from bedstone.frameworks.caffe.native_pooling import blocks
 from bedstone.frameworks.caffe.registry import register
+from bedstone.frameworks.caffe.spaces import HOST
 from bedstone.spec.normalization import LrnDesc, NormDesc
 
 
 @register("LRN")
 class Lrn(Layer):
     """x * (k + alpha / count * sum x^2)^-beta over channels, or over a plane within each."""
+
+    host_only = None
 
     def setup(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         param = self.param.lrn_param
@@ -34,6 +38,8 @@ class Lrn(Layer):
             "within" if within else "across",
         )  # fmt: skip
         self.on_bedstone = self.net.engines.wanted(self, param)
+        if not self.on_bedstone:
+            self.host_only = "engine: CAFFE, and NumPy normalises"
 
     def reshape(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         shape = bottom[0].shape
@@ -109,6 +115,7 @@ class BatchNorm(Layer):
     in the blobs in testing. Blobs: sum of means, sum of variances, and their common weight."""
 
     in_place = True
+    host_only = None
 
     def setup(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         param = self.param.batch_norm_param
@@ -136,11 +143,11 @@ class BatchNorm(Layer):
         norm = NormDesc("batch", self.epsilon, scale=False, shift=False)
         engines = self.net.engines
         self._mean, self._variance, self._inv_std = (
-            np.zeros(self.channels, self.dtype) for _ in range(3)
+            self.xp.zeros((self.channels,), self.dtype) for _ in range(3)
         )
-        self._batch_mean = np.zeros(self.channels, self.dtype)
+        self._batch_mean = self.xp.zeros((self.channels,), self.dtype)
         self._backward = None
-        self._kept: np.ndarray | None = None
+        self._kept: Any = None
         on_bedstone = engines.wanted(self)
         if not on_bedstone:
             self._forward = None
@@ -164,8 +171,8 @@ class BatchNorm(Layer):
             self._by_averages(x, y)
             return
         if top[0] is bottom[0]:
-            x = self._kept = x.copy()
-        count = x.size // self.channels
+            x = self._kept = self.xp.copy(x)
+        count = bottom[0].count // self.channels
         if self._forward is not None:
             self._forward(x, y, self._batch_mean, self._inv_std, self._mean, self._variance)
         else:
@@ -173,26 +180,27 @@ class BatchNorm(Layer):
             self._mean[...] = self._batch_mean[...] = x.mean(axes)
             centred = x - self._spread(self._mean, x.ndim)
             biased = (centred * centred).mean(axes)
-            self._inv_std[...] = 1 / np.sqrt(biased + self.epsilon)
+            self._inv_std[...] = 1 / self.xp.sqrt(biased + self.epsilon)
             self._variance[...] = biased * (count / max(count - 1, 1))
             y[...] = centred * self._spread(self._inv_std, x.ndim)
-        sums, squares, weight = (blob.data for blob in self.blobs)
+        sums, squares, weight = self.own
         fraction = self.fraction
-        weight[...] = weight * fraction + 1
-        sums[...] = sums * fraction + self._mean
-        squares[...] = squares * fraction + self._variance
+        weight.data = weight.data * fraction + 1
+        sums.data = sums.data * fraction + self._mean
+        squares.data = squares.data * fraction + self._variance
 
     def _by_averages(self, x: np.ndarray, y: np.ndarray) -> None:
-        weight = float(self.blobs[2].data[0])
+        weight = float(self.blobs[2].on(HOST).data[0])
         scale = 0.0 if weight == 0 else 1 / weight
-        np.multiply(self.blobs[0].data, scale, out=self._mean)
-        np.multiply(self.blobs[1].data, scale, out=self._variance)
-        self._inv_std[...] = 1 / np.sqrt(self._variance + self.epsilon)
+        sums, squares, _ = self.own
+        self.xp.multiply(sums.data, scale, out=self._mean)
+        self.xp.multiply(squares.data, scale, out=self._variance)
+        self._inv_std[...] = 1 / self.xp.sqrt(self._variance + self.epsilon)
         if self._forward is not None:
             self._forward(x, self._mean, self._variance, y)
         else:
             centred = x - self._spread(self._mean, x.ndim)
-            np.multiply(centred, self._spread(self._inv_std, x.ndim), out=y)
+            self.xp.multiply(centred, self._spread(self._inv_std, x.ndim), out=y)
 
     def backward(
         self, top: Sequence[Blob], propagate_down: Sequence[bool], bottom: Sequence[Blob]
@@ -202,7 +210,7 @@ class BatchNorm(Layer):
         dy, dx = top[0].diff, bottom[0].diff
         spread = self._spread(self._inv_std, dy.ndim)
         if self.given_statistics:
-            np.multiply(dy, spread, out=dx)
+            self.xp.multiply(dy, spread, out=dx)
             return
         x = bottom[0].data if self._kept is None else self._kept
         if self._backward is not None:
@@ -251,7 +259,9 @@ class Broadcast(Elementwise):
 
     def total(self, terms: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Summed over the axes along which the operand is repeated."""
-        return np.asarray(terms.sum(self._summed)).reshape(shape)
+        if not self._summed:  # (PyTorch would sum over all axes)
+            return terms.reshape(shape)
+        return self.xp.asarray(terms.sum(self._summed)).reshape(shape)
 
 
 @register("Scale")
@@ -271,11 +281,11 @@ class Scale(Broadcast):
     def forward(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         x = bottom[0].data
         if top[0] is bottom[0] and self.phase == "TRAIN":
-            x = self._kept = x.copy()
-        factor = (bottom[1] if len(bottom) == 2 else self.blobs[0]).data
-        np.multiply(x, factor.reshape(self._view), out=top[0].data)
+            x = self._kept = self.xp.copy(x)
+        factor = (bottom[1] if len(bottom) == 2 else self.own[0]).data
+        self.xp.multiply(x, factor.reshape(self._view), out=top[0].data)
         if self.bias is not None:
-            top[0].data[...] += self.bias.data.reshape(self._view)
+            top[0].data[...] += self.own[-1].data.reshape(self._view)
 
     def backward(
         self, top: Sequence[Blob], propagate_down: Sequence[bool], bottom: Sequence[Blob]
@@ -283,14 +293,14 @@ class Scale(Broadcast):
         x, dy = bottom[0].data if self._kept is None else self._kept, top[0].diff
         two = len(bottom) == 2
         if self.bias is not None and self.param_propagate[-1]:
-            self.bias.diff[...] += self.total(dy, self.bias.shape)
-        factor = bottom[1] if two else self.blobs[0]
+            self.own[-1].diff[...] += self.total(dy, self.bias.shape)
+        factor = bottom[1] if two else self.own[0]
         if two and propagate_down[1]:
             factor.diff[...] = self.total(dy * x, factor.shape)
         elif not two and self.param_propagate[0]:
             factor.diff[...] += self.total(dy * x, factor.shape)
         if propagate_down[0]:
-            np.multiply(dy, factor.data.reshape(self._view), out=bottom[0].diff)
+            self.xp.multiply(dy, factor.data.reshape(self._view), out=bottom[0].diff)
 
 
 @register("Bias")
@@ -304,8 +314,8 @@ class Bias(Broadcast):
         self.place(bottom, param.axis, param.num_axes, param.filler, 0.0)
 
     def forward(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
-        term = (bottom[1] if len(bottom) == 2 else self.blobs[0]).data
-        np.add(bottom[0].data, term.reshape(self._view), out=top[0].data)
+        term = (bottom[1] if len(bottom) == 2 else self.own[0]).data
+        self.xp.add(bottom[0].data, term.reshape(self._view), out=top[0].data)
 
     def backward(
         self, top: Sequence[Blob], propagate_down: Sequence[bool], bottom: Sequence[Blob]
@@ -315,7 +325,7 @@ class Bias(Broadcast):
             if propagate_down[1]:
                 bottom[1].diff[...] = self.total(dy, bottom[1].shape)
         elif self.param_propagate[0]:
-            self.blobs[0].diff[...] += self.total(dy, self.blobs[0].shape)
+            self.own[0].diff[...] += self.total(dy, self.blobs[0].shape)
         if propagate_down[0] and top[0] is not bottom[0]:
             bottom[0].diff[...] = dy
 
@@ -325,6 +335,7 @@ class Mvn(Layer):
     """Each image's channel (or image) less its mean, over its standard deviation + eps."""
 
     in_place = True
+    host_only = None
 
     def reshape(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         shape = bottom[0].shape
@@ -337,9 +348,9 @@ class Mvn(Layer):
     def forward(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         param, x = self.param.mvn_param, bottom[0].data.reshape(self._rows)
         y = top[0].data.reshape(self._rows)
-        np.subtract(x, x.mean(1, keepdims=True), out=y)
+        self.xp.subtract(x, x.mean(1, keepdims=True), out=y)
         if param.normalize_variance:
-            self._deviation = np.sqrt((y * y).mean(1, keepdims=True))
+            self._deviation = self.xp.sqrt((y * y).mean(1, keepdims=True))
             y /= self._deviation + param.eps
 
     def backward(
@@ -356,5 +367,5 @@ class Mvn(Layer):
         y = top[0].data.reshape(self._rows)
         divisor = self._deviation + param.eps
         # y = c / (s + eps), ds = c / (n s): the second term has (s + eps) / s.
-        ratio = divisor / np.maximum(self._deviation, np.finfo(self.dtype).tiny)
+        ratio = divisor / self.xp.maximum(self._deviation, float(np.finfo(self.dtype).tiny))
         dx[...] = (slope - y * (dy * y).mean(1, keepdims=True) * ratio) / divisor

@@ -35,6 +35,7 @@ class Pooling(Layer):
     """Two spatial axes."""
 
     tops = (1, 2)
+    host_only = None
 
     def setup(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         param = self.param.pooling_param
@@ -62,6 +63,8 @@ class Pooling(Layer):
         if self.on_bedstone and self.method == "STOCHASTIC":
             self.net.engines.fall_back(self, "all", "stochastic pooling")
             self.on_bedstone = False
+        if not self.on_bedstone:
+            self.host_only = "NumPy pools natively"
 
     def _pair(self, field: str, height: str, width: str, param: Any) -> tuple[int, int]:
         if param.HasField(height) or param.HasField(width):
@@ -84,7 +87,7 @@ class Pooling(Layer):
             raise self.wrong("bottom's shape", shape, f"room for a window of {self.window}")
         for blob in top:
             blob.reshape(*shape[:2], *out)
-        self.indices = np.zeros(top[0].shape, np.int64)
+        self.indices = self.xp.zeros(top[0].shape, np.int64)
         self._forward = self._backward = None
         if self.on_bedstone:
             self._plan(shape, top[0].shape)

@@ -12,23 +12,12 @@ from bedstone.frameworks.caffe.fillers import fill
 from bedstone.frameworks.caffe.layer import Layer
 from bedstone.frameworks.caffe.registry import register
 
-# Elements of a product that is added to a matrix: the whole of it may be as large as all the
-# network's weights, and new memory costs as much time as the product.
-PART = 1 << 20
-
-
-def add_product(a: np.ndarray, b: np.ndarray, total: np.ndarray) -> None:
-    """total += a @ b, some rows at a time."""
-    rows = max(1, PART // max(total.shape[1], 1))
-    part = np.empty((min(rows, len(total)), total.shape[1]), total.dtype)
-    for i in range(0, len(total), rows):
-        some = total[i : i + rows]
-        some += np.matmul(a[i : i + rows], b, out=part[: len(some)])
-
 
 @register("InnerProduct")
 class InnerProduct(Layer):
     """y = x W^T + bias over everything from `axis` on: (..., num_output)."""
+
+    host_only = None
 
     def setup(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         param = self.param.inner_product_param
@@ -55,14 +44,15 @@ class InnerProduct(Layer):
 
     def _weight(self) -> np.ndarray:
         """(inputs, outputs)."""
-        data = self.blobs[0].data
+        data = self.own[0].data
         return data if self.transposed else data.T
 
     def forward(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         y = top[0].data.reshape(-1, top[0].shape[-1])
-        np.matmul(bottom[0].data.reshape(len(y), -1), self._weight(), out=y)
+        x = bottom[0].data.reshape(len(y), -1)
+        self.space.matmul(x, self._weight(), y, self.net.math)
         if len(self.blobs) > 1:
-            y += self.blobs[1].data
+            y += self.own[1].data
 
     def backward(
         self, top: Sequence[Blob], propagate_down: Sequence[bool], bottom: Sequence[Blob]
@@ -71,11 +61,12 @@ class InnerProduct(Layer):
         x = bottom[0].data.reshape(len(dy), -1)
         if self.param_propagate[0]:
             first, second = (x, dy) if self.transposed else (dy, x)
-            add_product(first.T, second, self.blobs[0].diff)
+            self.space.add_product(first.T, second, self.own[0].diff, self.net.math)
         if len(self.blobs) > 1 and self.param_propagate[1]:
-            self.blobs[1].diff[...] += dy.sum(0)
+            self.own[1].diff[...] += dy.sum(0)
         if propagate_down[0]:
-            np.matmul(dy, self._weight().T, out=bottom[0].diff.reshape(len(dy), -1))
+            dx = bottom[0].diff.reshape(len(dy), -1)
+            self.space.matmul(dy, self._weight().T, dx, self.net.math)
 
 
 @register("Embed")

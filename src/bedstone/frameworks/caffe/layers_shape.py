@@ -18,6 +18,8 @@ class Split(Layer):
     """As many views of the bottom as there are tops; their gradients add up."""
 
     tops = (1, None)
+    host_only = None
+    shows_bottom = True
 
     def reshape(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         for blob in top:
@@ -32,13 +34,16 @@ class Split(Layer):
     ) -> None:
         if not propagate_down[0]:
             return
-        np.copyto(bottom[0].diff, top[0].diff)
+        self.xp.copyto(bottom[0].diff, top[0].diff)
         for blob in top[1:]:
             bottom[0].diff[...] += blob.diff
 
 
 class Viewing(Layer):
     """A top that shows the bottom's memory in another shape."""
+
+    host_only = None
+    shows_bottom = True
 
     def forward(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         top[0].share_data(bottom[0])
@@ -103,6 +108,7 @@ class Concat(Layer):
     """The bottoms one after another along an axis."""
 
     bottoms = (1, None)
+    host_only = None
 
     def setup(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         param = self.param.concat_param
@@ -122,13 +128,14 @@ class Concat(Layer):
         top[0].reshape(*shape)
 
     def forward(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
-        np.concatenate([blob.data for blob in bottom], self.axis, out=top[0].data)
+        self.xp.concatenate([blob.data for blob in bottom], self.axis, out=top[0].data)
 
     def backward(
         self, top: Sequence[Blob], propagate_down: Sequence[bool], bottom: Sequence[Blob]
     ) -> None:
         ends = np.cumsum([blob.shape[self.axis] for blob in bottom])[:-1]
-        for part, down, blob in zip(np.split(top[0].diff, ends, self.axis), propagate_down, bottom):
+        parts = self.xp.split(top[0].diff, ends, self.axis)
+        for part, down, blob in zip(parts, propagate_down, bottom):
             if down:
                 blob.diff[...] = part
 
@@ -138,6 +145,7 @@ class Slice(Layer):
     """The bottom cut along an axis, at `slice_point` or into equal parts."""
 
     tops = (1, None)
+    host_only = None
 
     def setup(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         param = self.param.slice_param
@@ -162,14 +170,14 @@ class Slice(Layer):
             blob.reshape(*shape)
 
     def forward(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
-        for blob, part in zip(top, np.split(bottom[0].data, self._points, self.axis)):
+        for blob, part in zip(top, self.xp.split(bottom[0].data, self._points, self.axis)):
             blob.data[...] = part
 
     def backward(
         self, top: Sequence[Blob], propagate_down: Sequence[bool], bottom: Sequence[Blob]
     ) -> None:
         if propagate_down[0]:
-            np.concatenate([blob.diff for blob in top], self.axis, out=bottom[0].diff)
+            self.xp.concatenate([blob.diff for blob in top], self.axis, out=bottom[0].diff)
 
 
 @register("Eltwise")
@@ -177,6 +185,7 @@ class Eltwise(Layer):
     """Product, weighted sum or maximum of the bottoms."""
 
     bottoms = (2, None)
+    host_only = None
     in_place = True
 
     def setup(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
@@ -202,24 +211,24 @@ class Eltwise(Layer):
             y[...] = total
         elif self.operation == "PROD":
             if top[0] is bottom[0]:
-                self._kept = arrays[0].copy()
+                self._kept = self.xp.copy(arrays[0])
             y[...] = arrays[0]
             for array in arrays[1:]:
                 y *= array
         else:
-            stacked = np.stack(arrays)
+            stacked = self.xp.stack(arrays)
             self._largest = stacked.argmax(0)
-            y[...] = stacked.max(0)
+            y[...] = self.xp.amax(stacked, 0)
 
     def backward(
         self, top: Sequence[Blob], propagate_down: Sequence[bool], bottom: Sequence[Blob]
     ) -> None:
-        dy = top[0].diff.copy() if top[0] is bottom[0] else top[0].diff
+        dy = self.xp.copy(top[0].diff) if top[0] is bottom[0] else top[0].diff
         for i, (down, blob) in enumerate(zip(propagate_down, bottom)):
             if not down:
                 continue
             if self.operation == "SUM":
-                np.multiply(dy, self.coefficients[i], out=blob.diff)
+                self.xp.multiply(dy, self.coefficients[i], out=blob.diff)
             elif self.operation == "PROD":
                 others = [
                     self._kept if other is top[0] else other.data
@@ -229,7 +238,7 @@ class Eltwise(Layer):
                 for array in others:
                     blob.diff[...] *= array
             else:
-                blob.diff[...] = np.where(self._largest == i, dy, 0)
+                blob.diff[...] = self.xp.where(self._largest == i, dy, self.dtype.type(0))
 
 
 @register("Crop")
@@ -237,6 +246,7 @@ class Crop(Layer):
     """The first bottom cut to the second's extents from `axis` on, at offsets."""
 
     bottoms = 2
+    host_only = None
     no_gradient = (1,)
 
     def reshape(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
@@ -272,6 +282,8 @@ class Crop(Layer):
 class Reduction(Layer):
     """coeff times the sum, sum of magnitudes, sum of squares or mean of all from `axis` on."""
 
+    host_only = None
+
     def reshape(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         param, shape = self.param.reduction_param, bottom[0].shape
         self.operation = schema.enum_name(param, "operation")
@@ -283,7 +295,8 @@ class Reduction(Layer):
 
     def forward(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         x = bottom[0].data.reshape(self._rows)
-        terms = {"ASUM": np.abs, "SUMSQ": np.square}.get(self.operation, np.asarray)(x)
+        xp = self.xp
+        terms = {"ASUM": xp.abs, "SUMSQ": xp.square}.get(self.operation, xp.asarray)(x)
         top[0].data[...] = (terms.sum(1) * self._factor).reshape(top[0].shape)
 
     def backward(
@@ -296,7 +309,7 @@ class Reduction(Layer):
         dx = bottom[0].diff.reshape(self._rows)
         dx[...] = dy
         if self.operation == "ASUM":
-            dx *= np.sign(x)
+            dx *= self.xp.sign(x)
         elif self.operation == "SUMSQ":
             dx *= 2 * x
 
@@ -367,6 +380,7 @@ class Silence(Layer):
 
     bottoms = (1, None)
     tops = 0
+    host_only = None
 
     def reshape(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
         """There is no top."""

@@ -12,6 +12,7 @@ from bedstone.frameworks.caffe.net import Net
 from bedstone.frameworks.caffe.signals import EFFECTS, Signals
 from bedstone.frameworks.caffe.solver import Solver, output_lines, run_test
 from bedstone.frameworks.caffe.solvers_log import CLEAR, TOOL, Log, number
+from bedstone.frameworks.caffe.spaces import MATHS
 from bedstone.spec.errors import InvalidDescriptor
 
 EPILOG = """\
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     begin.add_argument("--weights", metavar="F", help="start from these .caffemodel (F,F,...)")
     begin.add_argument("--snapshot", metavar="F", help="go on from this .solverstate")
     _add_engine(train)
+    _add_gpu(train)
     for name, default in (("sigint", "stop"), ("sighup", "snapshot")):
         train.add_argument(f"--{name}-effect", f"--{name}_effect", choices=EFFECTS, default=default,
                            help=f"what {name.upper()} asks for (default {default})")  # fmt: skip
@@ -54,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                       help="batches (default 50)")  # fmt: skip
     _add_state(test)
     _add_engine(test)
+    _add_gpu(test)
 
     clock = add("time", _time, "time a network layer by layer, on one engine or two in turns")
     _add_net(clock, weights_required=False)
@@ -82,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     extract.add_argument("--phase", choices=("TRAIN", "TEST"), default="TEST")
     _add_state(extract)
     _add_engine(extract)
+    _add_gpu(extract)
 
 
 def _add_net(command: argparse.ArgumentParser, weights_required: bool = True) -> None:
@@ -100,6 +104,12 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
                          help="for layers that name no engine (default bedstone)")  # fmt: skip
 
 
+def _add_gpu(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--gpu", type=int, metavar="N", help="compute on this GPU (from 0)")
+    command.add_argument("--math", choices=MATHS, default="ieee",
+                         help="on a GPU: tf32 for fewer digits of products")  # fmt: skip
+
+
 def main(args: argparse.Namespace) -> int:
     return args.act(args)
 
@@ -110,7 +120,7 @@ def _engine(args: argparse.Namespace) -> str | None:
 
 def _train(args: argparse.Namespace) -> int:
     log = Log(quiet=args.quiet)
-    solver = Solver(args.solver, engine=_engine(args), log=log)
+    solver = Solver(args.solver, engine=_engine(args), log=log, gpu=args.gpu, math=args.math)
     for path in _names(args.weights):
         solver.copy_weights(path)
     with Signals(args.sigint_effect, args.sighup_effect) as signals:
@@ -123,7 +133,7 @@ def _train(args: argparse.Namespace) -> int:
 
 def _net(args: argparse.Namespace, phase: str) -> Net:
     return Net(args.model, phase, weights=args.weights, engine=_engine(args), level=args.level,
-               stages=tuple(_names(args.stage)))  # fmt: skip
+               stages=tuple(_names(args.stage)), gpu=args.gpu, math=args.math)  # fmt: skip
 
 
 def _names(text: str | None) -> list[str]:

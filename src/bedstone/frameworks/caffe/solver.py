@@ -21,7 +21,8 @@ from bedstone.frameworks.caffe import snapshots, solvers_log, solvers_rules, wir
 from bedstone.frameworks.caffe.net import Net
 from bedstone.frameworks.caffe.solvers_log import Log, Pace, number
 from bedstone.frameworks.caffe.solvers_param import check, nets_of, read_solver
-from bedstone.spec.errors import InvalidDescriptor
+from bedstone.frameworks.caffe.spaces import HOST, Host, device_space
+from bedstone.spec.errors import BedstoneError, InvalidDescriptor
 
 # What may be asked of a running solver, between iterations and between test batches.
 NONE, SNAPSHOT, STOP = "none", "snapshot", "stop"
@@ -33,38 +34,52 @@ class Solver:
     param   a SolverParameter, or the path of a solver's .prototxt
     engine  the engine of layers that name none (as for Net)
     dtype   of the networks: float32 or float64
+    gpu, math  where and how to compute, as for Net; where `gpu` is None, `solver_mode: GPU` takes
+            the GPU of `device_id` if there is one, and says so if there is none
     log     where messages go; by default nowhere but warnings
     Attributes: net, test_nets, iter, lr, param, loss (smoothed over average_loss iterations).
     """
 
     def __init__(
         self, param: Any, *, engine: str | None = None, log: Log | None = None,
-        dtype: str = "float32",
+        dtype: str = "float32", gpu: int | Host | None = None, math: str = "ieee",
     ) -> None:  # fmt: skip
         self.param, self._folder = read_solver(param)
         self.rule, self.policy = check(self.param)
         self.log = log or Log(quiet=True)
-        if self.param.HasField("solver_mode") and self.param.solver_mode == self.param.GPU:
-            self.log.warning("solver_mode: GPU: Caffe networks run on the CPU here")
+        if gpu is None and self.param.HasField("solver_mode"):
+            gpu = self._space_of_mode()
         train, tests = nets_of(self.param, self._folder)
-        self.net: Net = train.build(engine, dtype)
+        self.net: Net = train.build(engine, dtype, gpu, math)
         self.log.info(f"Creating training net from {train.origin}")
         self.test_nets: list[Net] = []
         for number_, test in enumerate(tests):
             self.log.info(f"Creating test net (#{number_}) from {test.origin}")
-            self.test_nets.append(test.build(engine, dtype))
+            self.test_nets.append(test.build(engine, dtype, gpu, math))
             self.test_nets[-1].share_trained_layers_with(self.net)
         self.iter, self.loss = 0, 0.0
         self._losses: list[float] = []
         self._start = 0
         blobs = self.net.learnable_params
-        self.history = [np.zeros_like(b.data) for _ in range(self.rule.histories) for b in blobs]
+        zeros = self.net.space.zeros
+        self.history = [zeros(b.shape, b.dtype) for _ in range(self.rule.histories) for b in blobs]
         self._callbacks: list[tuple[Callable[[], Any], Callable[[], Any]]] = []
         self.requested: Callable[[], str] = lambda: NONE
         self._stopped = False
         self._pace = Pace()
         for path in self.param.weights:
             self.copy_weights(path)
+
+    def _space_of_mode(self) -> Host:
+        """Where `solver_mode` says, or the CPU and a warning."""
+        if self.param.solver_mode != self.param.GPU:
+            return HOST
+        try:
+            return device_space(self.param.device_id)
+        except BedstoneError as error:
+            reason = str(error).splitlines()[0]
+            self.log.warning(f"solver_mode: GPU: running on the CPU, since {reason}")
+            return HOST
 
     # -- what pycaffe's solvers have ------------------------------------------------------------
 
@@ -172,25 +187,28 @@ class Solver:
         param, rate = self.param, self.lr
         if param.display and self.iter % param.display == 0:
             self.log.info(f"Iteration {self.iter}, lr = {number(rate)}", solvers_log.RATE)
-        blobs = self.net.learnable_params
+        space, blobs = self.net.space, self.net.learnable_params
+        views = [blob.on(space) for blob in blobs]
         if param.clip_gradients >= 0:
             limit = param.clip_gradients
-            norm, scale = solvers_rules.clip([blob.diff for blob in blobs], limit)
+            norm, scale = solvers_rules.clip([view.diff for view in views], limit)
             if scale != 1:
                 self.log.info(
                     f"Gradient clipping: scaling down gradients (L2 norm {number(norm)} > "
                     f"{number(limit)}) by scale factor {number(scale)}", solvers_log.RATE,
                 )  # fmt: skip
-        for i, blob in enumerate(blobs):
+        for i, view in enumerate(views):
             step = solvers_rules.Step(
                 rate * self.net.params_lr[i], param.momentum, param.momentum2, param.rms_decay,
-                param.delta, self.iter,
+                param.delta, self.iter, space.xp,
             )  # fmt: skip
             solvers_rules.update(
-                self.rule, blob.data, blob.diff, self.history[i :: len(blobs)], step,
+                self.rule, view.data, view.diff, self.history[i :: len(blobs)], step,
                 decay=param.weight_decay * self.net.params_weight_decay[i],
                 regularization=param.regularization_type, scale=1.0 / param.iter_size,
             )  # fmt: skip
+            view.wrote("data")
+            view.wrote("diff")
 
     def _after_iteration(self) -> None:
         every = self.param.snapshot
@@ -239,7 +257,8 @@ class Solver:
             "test": [snapshots.net_state(net) for net in self.test_nets],
         }
         step = self.policy.step(self.iter)
-        snapshots.write_state(state, self.iter, model, step, self.history, ours)
+        history = [self.net.space.on_host(h) for h in self.history]
+        snapshots.write_state(state, self.iter, model, step, history, ours)
         self._pace.skip()
         return Path(state)
 
@@ -247,7 +266,7 @@ class Solver:
         """Go on from a .solverstate: its weights, histories, iteration, and data positions."""
         self.log.info(f"Restoring previous solver status from {path}")
         iteration, learned_net, history, ours = snapshots.read_state(path)
-        shapes, expected = ([h.shape for h in each] for each in (history, self.history))
+        shapes, expected = ([tuple(h.shape) for h in each] for each in (history, self.history))
         if shapes != expected:
             if len(shapes) != len(expected):
                 got, wanted = f"{len(shapes)} histories", f"{len(expected)} as this solver keeps"
@@ -260,7 +279,9 @@ class Solver:
             for net in self.test_nets:
                 net.share_trained_layers_with(self.net)
         for stored, mine in zip(history, self.history):
-            wire.copy_into(stored, mine)
+            values = np.empty(tuple(mine.shape), self.net.dtype)
+            wire.copy_into(stored, values)
+            self.net.space.upload(values, mine)
         self.iter = iteration
         if ours is None:
             self.log.warning(
@@ -308,5 +329,5 @@ def output_lines(net: Net, outputs: dict[str, np.ndarray], phase: str) -> Sequen
 
 def batch_of(net: Net) -> int:
     """The images of a forward pass: the first extent of the first blob."""
-    shape = next(iter(net.blobs.values())).data.shape
+    shape = next(iter(net.blobs.values())).shape
     return int(shape[0]) if shape else 1

@@ -23,10 +23,10 @@ class NetSource:
     stages: tuple[str, ...]
     seed: int | None
 
-    def build(self, engine: str | None, dtype: str) -> Net:
+    def build(self, engine: str | None, dtype: str, gpu: Any, math: str) -> Net:
         return Net(
             self.param, self.phase, engine=engine, level=self.level, stages=self.stages,
-            seed=self.seed, dtype=dtype,
+            seed=self.seed, dtype=dtype, gpu=gpu, math=math,
         )  # fmt: skip
 
 

@@ -1,17 +1,18 @@
 """How a gradient becomes a step: learning-rate policies, clipping, weight decay and update rules.
 
-Pure functions on NumPy arrays, in Caffe's order of operations. A step goes through a parameter in
-blocks that stay in a core's cache, so its arrays are read from memory once however many operations
-a rule has. Sources: the names and formulas of Caffe's solver documentation; Duchi et al. 2011
-(AdaGrad), Zeiler 2012 (AdaDelta), Tieleman and Hinton 2012 (RMSProp), Kingma and Ba 2014 (Adam),
-Sutskever et al. 2013 (Nesterov).
+Pure functions on arrays, in Caffe's order of operations. NumPy's go through a parameter in blocks
+that stay in a core's cache, so its arrays are read from memory once however many operations a rule
+has; a device takes them whole. Sources: the names and formulas of Caffe's solver documentation;
+Duchi et al. 2011 (AdaGrad), Zeiler 2012 (AdaDelta), Tieleman and Hinton 2012 (RMSProp), Kingma and
+Ba 2014 (Adam), Sutskever et al. 2013 (Nesterov).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -99,8 +100,14 @@ def clip(gradients: Sequence[np.ndarray], limit: float) -> tuple[float, float]:
 def _squares(gradient: np.ndarray) -> float:
     """The sum of squares: blocks in the array's precision, their sums in double."""
     flat = gradient.reshape(-1)
-    blocks = (flat[start : start + BLOCK] for start in range(0, flat.size, BLOCK))
-    return sum(float(block @ block) for block in blocks)
+    return sum(float(flat[here] @ flat[here]) for here in _blocks(flat))
+
+
+def _blocks(flat: Any) -> Iterator[slice]:
+    """What of a flat array is updated at a time."""
+    block = BLOCK if isinstance(flat, np.ndarray) else max(len(flat), 1)
+    for start in range(0, len(flat), block):
+        yield slice(start, start + block)
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,7 @@ class Step:
     rms_decay: float = 0.99
     delta: float = 1e-8
     iteration: int = 0
+    xp: Any = np  # or what has its names where the arrays lie
 
 
 # A rule turns the gradient g, in place, into what is subtracted from the weights; `h` are the
@@ -132,22 +140,22 @@ def nesterov(g: np.ndarray, h: History, s: Step) -> None:
     """h' = momentum h + rate g; the step is (1 + momentum) h' - momentum h."""
     before = h[0] * s.momentum
     g *= s.rate
-    np.add(before, g, out=h[0])
-    np.multiply(h[0], 1.0 + s.momentum, out=g)
+    s.xp.add(before, g, out=h[0])
+    s.xp.multiply(h[0], 1.0 + s.momentum, out=g)
     g -= before
 
 
 def adagrad(g: np.ndarray, h: History, s: Step) -> None:
     """h += g^2; the step is rate g / (sqrt(h) + delta)."""
     h[0] += g * g
-    g /= np.sqrt(h[0]) + s.delta
+    g /= s.xp.sqrt(h[0]) + s.delta
     g *= s.rate
 
 
 def rmsprop(g: np.ndarray, h: History, s: Step) -> None:
     """h = rms_decay h + (1 - rms_decay) g^2; the step is rate g / (sqrt(h) + delta)."""
     _average(h[0], g * g, s.rms_decay)
-    g /= np.sqrt(h[0]) + s.delta
+    g /= s.xp.sqrt(h[0]) + s.delta
     g *= s.rate
 
 
@@ -157,7 +165,7 @@ def adadelta(g: np.ndarray, h: History, s: Step) -> None:
     h0 and h1 are running means, by momentum, of the squared gradients and of the squared steps.
     """
     _average(h[0], g * g, s.momentum)
-    g *= np.sqrt((h[1] + s.delta) / (h[0] + s.delta))
+    g *= s.xp.sqrt((h[1] + s.delta) / (h[0] + s.delta))
     _average(h[1], g * g, s.momentum)
     g *= s.rate
 
@@ -171,7 +179,7 @@ def adam(g: np.ndarray, h: History, s: Step) -> None:
     correction = math.sqrt(1.0 - s.momentum2**t) / (1.0 - s.momentum**t)
     _average(h[0], g, s.momentum)
     _average(h[1], g * g, s.momentum2)
-    np.divide(h[0], np.sqrt(h[1]) + s.delta, out=g)
+    s.xp.divide(h[0], s.xp.sqrt(h[1]) + s.delta, out=g)
     g *= s.rate * correction
 
 
@@ -199,14 +207,14 @@ RULES = {
 }
 
 
-def decay_l2(g: np.ndarray, weights: np.ndarray, decay: float) -> None:
+def decay_l2(g: np.ndarray, weights: np.ndarray, decay: float, xp: Any = np) -> None:
     """The gradient of decay/2 |w|^2."""
     g += weights * decay
 
 
-def decay_l1(g: np.ndarray, weights: np.ndarray, decay: float) -> None:
+def decay_l1(g: np.ndarray, weights: np.ndarray, decay: float, xp: Any = np) -> None:
     """The gradient of decay |w|_1, 0 at 0."""
-    g += np.sign(weights) * decay
+    g += xp.sign(weights) * decay
 
 
 DECAYS = {"L2": decay_l2, "L1": decay_l1}
@@ -230,12 +238,11 @@ def update(
     w, g = weights.reshape(-1), gradient.reshape(-1)
     all_h = [h.reshape(-1) for h in histories]
     regularize = DECAYS[regularization]
-    for start in range(0, w.size, BLOCK):
-        here = slice(start, start + BLOCK)
+    for here in _blocks(w):
         wb, gb = w[here], g[here]
         if scale != 1.0:
             gb *= scale
         if decay:
-            regularize(gb, wb, decay)
+            regularize(gb, wb, decay, step.xp)
         rule.update(gb, [h[here] for h in all_h], step)
         wb -= gb

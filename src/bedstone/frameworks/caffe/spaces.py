@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +21,9 @@ import bedstone
 from bedstone.spec.errors import InvalidDescriptor
 
 MATHS = ("ieee", "tf32")
+# Elements of a product that NumPy adds to a matrix: the whole of it may be as large as all the
+# network's weights, and new memory costs as much time as the product.
+PART = 1 << 20
 
 
 class Host:
@@ -36,6 +40,10 @@ class Host:
         """An array of zeros."""
         return np.zeros(shape, dtype)
 
+    def on_host(self, array: Any) -> np.ndarray:
+        """An array of this space as the host's: itself, or a copy."""
+        return array
+
     def upload(self, source: np.ndarray, to: Any) -> None:
         """Copy the host's array to an array of this space."""
         to[...] = source
@@ -47,6 +55,14 @@ class Host:
     def matmul(self, a: Any, b: Any, out: Any, math: str) -> None:
         """out = a b, with products of a math mode where there is a choice."""
         np.matmul(a, b, out=out)
+
+    def add_product(self, a: Any, b: Any, total: Any, math: str) -> None:
+        """total += a b, of matrices."""
+        rows = max(1, PART // max(total.shape[1], 1))
+        part = np.empty((min(rows, len(total)), total.shape[1]), total.dtype)
+        for i in range(0, len(total), rows):
+            some = total[i : i + rows]
+            some += np.matmul(a[i : i + rows], b, out=part[: len(some)])
 
     def address(self, array: Any) -> int:
         """Where an array lies."""
@@ -82,6 +98,9 @@ class Torch(Host):
     def zeros(self, shape: Sequence[int], dtype: Any) -> Any:
         return self.xp.zeros(shape, dtype)
 
+    def on_host(self, array: Any) -> np.ndarray:
+        return array.cpu().numpy()
+
     def upload(self, source: np.ndarray, to: Any) -> None:
         to.copy_(self._torch.from_numpy(source))
 
@@ -89,10 +108,20 @@ class Torch(Host):
         self._torch.from_numpy(to).copy_(source)
 
     def matmul(self, a: Any, b: Any, out: Any, math: str) -> None:
+        with self._mode(math):
+            self._torch.matmul(a, b, out=out)
+
+    def add_product(self, a: Any, b: Any, total: Any, math: str) -> None:
+        with self._mode(math):
+            total.addmm_(a, b)
+
+    @contextmanager
+    def _mode(self, math: str) -> Iterator[None]:
+        """PyTorch's products in that mode."""
         modes = self._torch.backends.cuda.matmul
         before, modes.allow_tf32 = modes.allow_tf32, math == "tf32"
         try:
-            self._torch.matmul(a, b, out=out)
+            yield
         finally:
             modes.allow_tf32 = before
 
@@ -132,6 +161,10 @@ class TorchNames:
         """An array here, of what is here already or of the host's values."""
         found = self._torch.as_tensor(values, device=self._device)
         return found if dtype is None else found.to(self._dtype(dtype))
+
+    def where(self, condition: Any, a: Any, b: Any) -> Any:
+        a, b = (float(v) if isinstance(v, np.generic) else v for v in (a, b))
+        return self._torch.where(condition, a, b)
 
     def copy(self, x: Any) -> Any:
         return x.clone()
