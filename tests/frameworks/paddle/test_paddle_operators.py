@@ -177,7 +177,8 @@ def test_pointwise(name, dtype):
 
 def test_every_operator_is_tested_here():
     tested = {"conv2d", "depthwise_conv2d", "conv3d", "conv2d_transpose", "pool2d", "pool3d",
-              "max_pool2d_with_index", *POINTWISE}  # fmt: skip
+              "max_pool2d_with_index", *POINTWISE, "batch_norm", "layer_norm", "group_norm",
+              "instance_norm"}  # fmt: skip
     # The same classes, one dimension more or another name of the same arguments.
     twins = {"depthwise_conv2d_transpose", "conv3d_transpose", "max_pool3d_with_index"}
     assert tested | twins == set(OPERATORS)

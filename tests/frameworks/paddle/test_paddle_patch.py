@@ -179,7 +179,7 @@ def test_static_mode_programs_stay_native():
     assert on_bedstone.report().own_calls == 0
 
 
-def test_mixed_precision_and_half_precision_stay_native():
+def test_mixed_precision_stays_native():
     x, _ = images()
     w = paddle.ones([4, 1, 3, 3])
     with on_bedstone.enable(always=True):
@@ -191,8 +191,6 @@ def test_mixed_precision_and_half_precision_stay_native():
         finally:
             tracer._amp_level = paddle.base.core.AmpLevel.O0
             tracer._amp_dtype = "float32"
-        with pytest.raises(RuntimeError, match="bfloat16"):  # (natively, too)
-            F.relu(x.astype("bfloat16"))
         F.conv2d(x, w)
     reasons = on_bedstone.report().reasons("relu")
     assert reasons == ["automatic mixed precision chooses the dtype"]

@@ -23,8 +23,9 @@ from paddle.base import core
 from bedstone.frameworks.paddle import threads
 from bedstone.frameworks.paddle.plans import CPU
 
-# (index, saved tensors, dy, whether it is to be differentiated again) -> gradient
-Gradient = Callable[[int, Sequence[Tensor], Tensor, bool], Tensor]
+# (index, saved tensors, dy, whether it is to be differentiated again) -> the gradient of the
+# argument of that index, and of others where they come with it
+Gradients = Callable[[int, Sequence[Tensor], Tensor, bool], dict[int, Tensor]]
 
 
 class _Pass:
@@ -38,7 +39,7 @@ class _Pass:
     def end(self) -> None:
         """Let go of what is not needed any more."""
         for record in self.met:
-            record.dy = None
+            record.dy, record.made = None, {}
             if not self.retain:
                 record.saved = None
 
@@ -56,16 +57,17 @@ _running = _Running()
 class Record:
     """What a call leaves for its gradients: `saved` tensors, and how to compute."""
 
-    def __init__(self, name: str, saved: Sequence[Tensor], gradient: Gradient) -> None:
-        self.name, self.gradient = name, gradient
+    def __init__(self, name: str, saved: Sequence[Tensor], gradients: Gradients) -> None:
+        self.name, self.gradients = name, gradients
         self.saved: Sequence[Tensor] | None = saved
         self.versions = [tensor.inplace_version for tensor in saved]
         self.dy: Tensor | None = None
+        self.made: dict[int, Tensor] = {}  # and not yet sent
 
     def receive(self, dy: Tensor) -> Tensor:
         """The trunk's hook: keep the result's gradient, send a number on."""
         self.check()
-        self.dy = dy
+        self.dy, self.made = dy, {}
         if _running.passes:
             _running.passes[-1].met.append(self)
         return _number(dy)
@@ -73,7 +75,10 @@ class Record:
     def send(self, index: int) -> Tensor:
         """A branch's hook: the gradient of the tensor of that index."""
         create = _running.passes[-1].create if _running.passes else False
-        gradient = self.gradient(index, self.check(), self.dy, create)
+        saved = self.check()
+        if index not in self.made:
+            self.made = self.gradients(index, saved, self.dy, create)
+        gradient = self.made.pop(index)
         # What is differentiated again must have the view's dims; else the numbers are enough.
         return _C_ops.unsqueeze(gradient, [0]) if create else gradient
 
@@ -108,14 +113,16 @@ def _number(like: Tensor) -> Tensor:
 
 def connect(record: Record, result: Tensor, wanted: Sequence[tuple[int, Tensor]]) -> Tensor:
     """The result as a node of the graph below the tensors that need a gradient."""
-    trunk = None
+    branches = []
     for index, tensor in wanted:
         branch = _C_ops.unsqueeze(tensor, [0])
-        _number(tensor)._share_underline_tensor_to(branch)
+        _number(result)._share_underline_tensor_to(branch)
         branch.register_hook(lambda _, index=index: record.send(index))
-        trunk = branch if trunk is None else _C_ops.add(trunk, branch)
+        branches.append(branch)
     if len(wanted) == 1:  # (a hook of its own, after the branch's)
-        trunk = _C_ops.unsqueeze(trunk, [0])
+        trunk = _C_ops.unsqueeze(branches[0], [0])
+    else:  # (`add` knows no half types on the CPU)
+        trunk = _C_ops.add_n(branches)
     dims = result.shape
     result._share_underline_tensor_to(trunk)
     trunk.register_hook(record.receive)

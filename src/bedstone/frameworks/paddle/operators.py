@@ -21,7 +21,7 @@ from paddle.jit.sot.opcode_translator.skip_files import skip_file_names
 import bedstone
 from bedstone.frameworks.paddle import report
 from bedstone.frameworks.paddle.gradients import Record, connect, refusal
-from bedstone.frameworks.paddle.plans import Native, check
+from bedstone.frameworks.paddle.plans import HALVES, Native, check
 
 Operator = Callable[..., Any]
 
@@ -54,12 +54,16 @@ class Call:
 
     names    the operators of paddle._C_ops that the class understands
     leading  how many of their arguments are tensors, which come first
+    optional the indices of those tensors that may be None
+    mixed    these tensors may be of several dtypes
     once     PaddlePaddle does not differentiate the operator's gradient
     keyword  the first argument after the tensors may be given by this name
     """
 
     names: ClassVar[tuple[str, ...]] = ()
     leading: ClassVar[int] = 1
+    optional: ClassVar[tuple[int, ...]] = ()
+    mixed: ClassVar[bool] = False
     once: ClassVar[bool] = False
     keyword: ClassVar[str] = ""
 
@@ -67,7 +71,8 @@ class Call:
         self.name, self.native = name, native
         self.tensors = tuple(arguments[: self.leading])
         self.rest = tuple(arguments[self.leading :])
-        check(self.tensors)
+        tensors = enumerate(self.tensors)
+        check([t for i, t in tensors if t is not None or i not in self.optional], self.mixed)
         self.understand(*self.rest)
 
     @classmethod
@@ -91,9 +96,19 @@ class Call:
         PaddlePaddle does."""
         raise NotImplementedError
 
-    def either_gradient(
+    def gradients(self, index: int, saved: Sequence[Tensor], dy: Tensor) -> dict[int, Tensor]:
+        """`gradient`, with those of other arguments where one kernel makes them all."""
+        return {index: self.gradient(index, saved, dy)}
+
+    def native_gradients(
+        self, index: int, saved: Sequence[Tensor], dy: Tensor
+    ) -> dict[int, Tensor]:
+        """`native_gradient`, likewise."""
+        return {index: self.native_gradient(index, saved, dy)}
+
+    def either_gradients(
         self, index: int, saved: Sequence[Tensor], dy: Tensor, again: bool
-    ) -> Tensor:
+    ) -> dict[int, Tensor]:
         """By bedstone; by PaddlePaddle where it is to be differentiated again."""
         reason = "a gradient that is differentiated again"
         if again and self.once:
@@ -101,14 +116,14 @@ class Call:
         if not again:
             try:
                 check((dy,))
-                return untranslated(self.gradient, index, saved, dy)
+                return untranslated(self.gradients, index, saved, dy)
             except Native as why:
                 reason = str(why)
         start = time.perf_counter()
         with paddle.set_grad_enabled(again):
-            gradient = self.native_gradient(index, saved, dy)
+            found = self.native_gradients(index, saved, dy)
         report.add(self.name, "backward", report.NATIVE, time.perf_counter() - start, reason)
-        return gradient
+        return found
 
 
 def replacement(name: str, native: Operator, kind: type[Call]) -> Operator:
@@ -147,7 +162,9 @@ def _run(
     if _dygraph_tracer()._amp_level.value:
         raise Native("automatic mixed precision chooses the dtype")
     if not policy.always and arguments and isinstance(arguments[0], Tensor):
-        reason = kind.slower(name, arguments[0])
+        # (Of the half types PaddlePaddle's CPU kernels know next to none.)
+        half = arguments[0].dtype in HALVES
+        reason = None if half else kind.slower(name, arguments[0])
         if reason:
             raise Native(reason)
     while arguments and arguments[-1] is None:  # (a layer's name, handed on)
@@ -160,11 +177,11 @@ def _run(
     result, saved = call.forward()
     if not paddle.is_grad_enabled():
         return result
-    wanted = [(i, t) for i, t in enumerate(tensors) if not t.stop_gradient]
+    wanted = [(i, t) for i, t in enumerate(tensors) if t is not None and not t.stop_gradient]
     if not wanted:
         return result
     call.tensors = ()  # from here on only what was saved stays alive
-    record = Record(name, saved, call.either_gradient)
+    record = Record(name, saved, call.either_gradients)
     if isinstance(result, tuple):  # (indices take part in the graph's flags, not in its values)
         for other in result[1:]:
             other.stop_gradient = False

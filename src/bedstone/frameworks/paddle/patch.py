@@ -20,13 +20,14 @@ import paddle
 from bedstone import InvalidDescriptor
 from bedstone.frameworks.paddle import gradients, plans, threads
 from bedstone.frameworks.paddle.convolution import Convolution, GroupsFirst, Transposed
+from bedstone.frameworks.paddle.normalization import Batch, Group, Instance, Layer
 from bedstone.frameworks.paddle.operators import Call, policy, replacement
 from bedstone.frameworks.paddle.pointwise import Activation, Gelu, Relu, Sloped, Softmax
 from bedstone.frameworks.paddle.pooling import IndexedPooling, Pooling
 
 KINDS: tuple[type[Call], ...] = (
     Convolution, GroupsFirst, Transposed, Pooling, IndexedPooling, Softmax, Relu, Activation, Gelu,
-    Sloped,
+    Sloped, Batch, Layer, Group, Instance,
 )  # fmt: skip
 OPERATORS: dict[str, type[Call]] = {name: kind for kind in KINDS for name in kind.names}
 

@@ -23,11 +23,15 @@ from bedstone.frameworks.planning import compiled_plan
 
 RECIPES_KEPT = 4096  # as many as a handle keeps plans
 
-DTYPES = {paddle.float32: "float32", paddle.float64: "float64"}
+DTYPES = {getattr(paddle, n): n for n in ("float32", "float64", "float16", "bfloat16")}
+HALVES = (paddle.float16, paddle.bfloat16)
 # A PaddlePaddle built for the CPU has no other place to ask about.
 CPU_ONLY = not (paddle.is_compiled_with_cuda() or paddle.is_compiled_with_xpu())
 CPU = paddle.CPUPlace()
-RESULTS = {"float32": paddle.float32, "float64": paddle.float64, "int64": paddle.int64}
+RESULTS = {name: kind for kind, name in DTYPES.items()} | {
+    "int64": paddle.int64,
+    "uint8": paddle.uint8,
+}
 
 
 class Native(Exception):
@@ -57,8 +61,9 @@ def _recipe(make: Maker, operands: tuple[Any, ...], settings: tuple[Any, ...]) -
         return str(reason)
 
 
-def check(tensors: Sequence[Any]) -> None:
-    """Raises Native unless all are tensors with elements, of one of our dtypes, on the CPU."""
+def check(tensors: Sequence[Any], mixed: bool = False) -> None:
+    """Raises Native unless all are tensors with elements, of one of our dtypes (of several, if
+    `mixed`), on the CPU."""
     dtype = None
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
@@ -66,7 +71,7 @@ def check(tensors: Sequence[Any]) -> None:
         mine = DTYPES.get(tensor.dtype)
         if mine is None:
             raise Native(f"dtype {str(tensor.dtype).rpartition('.')[2]}")
-        if dtype is not None and mine is not dtype:
+        if dtype is not None and mine is not dtype and not mixed:
             raise Native("tensors of several dtypes")
         dtype = mine
         if not (CPU_ONLY or tensor.place.is_cpu_place()):
@@ -91,8 +96,7 @@ def launch(
     All have passed `check`. Raises Native where there is no kernel for it.
     """
     start = time.perf_counter()
-    dtype = DTYPES[inputs[0].dtype]
-    operands = tuple([(tuple(t.shape), tuple(t.strides), dtype) for t in inputs])
+    operands = tuple([(tuple(t.shape), tuple(t.strides), DTYPES[t.dtype]) for t in inputs])
     recipe = _recipe(make, operands, settings)
     if isinstance(recipe, str):
         raise Native(recipe)
