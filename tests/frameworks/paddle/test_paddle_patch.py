@@ -252,6 +252,19 @@ def test_partial_and_repeated_gradients():
         x.clear_grad(), w.clear_grad()
 
 
+def test_only_the_gradients_that_were_asked_for_are_computed():
+    x, _ = images()
+    w = paddle.ones([4, 1, 3, 3])
+    x.stop_gradient = w.stop_gradient = False
+    with on_bedstone.enable(always=True):
+        y = convolved(w, x)
+        for asked, direction in ((x, "backward_data"), (w, "backward_filter")):
+            on_bedstone.reset()
+            paddle.grad([y.sum()], [asked], retain_graph=True)
+            report = on_bedstone.report()
+            assert report.own("conv2d", direction) == report.calls == 1, str(report)
+
+
 def test_changes_in_place_are_noticed():
     x, _ = images()
     w = paddle.ones([4, 1, 3, 3])

@@ -13,6 +13,7 @@ A branch's and the trunk's memory is exchanged for one number, and for y, once t
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from paddle import Tensor, _C_ops
 from paddle.base import core
 
 from bedstone.frameworks.paddle import threads
-from bedstone.frameworks.paddle.plans import CPU
+from bedstone.frameworks.paddle.plans import CPU, HALVES
 
 # (index, saved tensors, dy, whether it is to be differentiated again) -> the gradient of the
 # argument of that index, and of others where they come with it
@@ -121,8 +122,10 @@ def connect(record: Record, result: Tensor, wanted: Sequence[tuple[int, Tensor]]
         branches.append(branch)
     if len(wanted) == 1:  # (a hook of its own, after the branch's)
         trunk = _C_ops.unsqueeze(branches[0], [0])
-    else:  # (`add` knows no half types on the CPU)
+    elif result.dtype in HALVES:  # (`add` knows no half types on the CPU)
         trunk = _C_ops.add_n(branches)
+    else:  # Through `add` paddle.grad reaches those branches alone that it was asked for.
+        trunk = functools.reduce(_C_ops.add, branches)
     dims = result.shape
     result._share_underline_tensor_to(trunk)
     trunk.register_hook(record.receive)
