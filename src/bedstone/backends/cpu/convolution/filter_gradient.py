@@ -52,7 +52,9 @@ SLICE_BYTES_MAX = 2 * MIB  # for the sums of all slices
 FEW_PIXELS = 8192
 VECTORS_AT_ONCE = 4  # of pixels, packed side by side
 # Of the peak rate, per packed element: with vectors along pixels, and along channels.
-PACK_FLOPS, PACK_CHANNEL_FLOPS = 20.0, 60.0
+PACK_FLOPS, PACK_CHANNEL_FLOPS = 40.0, 60.0
+FINISH_FLOPS = 100.0  # of the peak rate, per element of dw
+EFFICIENCY = 0.87  # of products
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,8 @@ def work(problem: ConvolutionProblem, target: Target) -> float:
     rows, columns = plan.row_panels * plan.tile.rows, plan.column_panels * plan.tile.columns
     blocks = plan.blocks * g.groups
     packing = PACK_FLOPS if plan.lanes_are_pixels else PACK_CHANNEL_FLOPS
-    return float(blocks * g.pixels) * (2 * rows * columns + packing * (rows + columns))
+    a_pixel = 2 * rows * columns / EFFICIENCY + packing * (rows + columns)
+    return blocks * (g.pixels * a_pixel + rows * columns * FINISH_FLOPS)
 
 
 @dataclass(frozen=True)

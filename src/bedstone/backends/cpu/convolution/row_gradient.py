@@ -1,13 +1,14 @@
-"""Backward_filter of cpu:implicit_gemm where channels are neighbours: rows of x against rows of dy.
+"""Backward_filter of cpu:implicit_gemm by rows of x and dy, channels last or planes.
 
     dw[k, r, s, c] = sum over pixels of dy[pixel, k] * x[pixel * step + (r, s), c]
 
-The rows of x that a chunk of pixels needs are copied once, with real zeros around them, and every
-tap multiplies from there: no patch is ever gathered. Vectors run along the channels of x, one
-panel of them at a time, which stays in the first-level cache while it meets all filters and taps;
-with few channels they run along the filters, and a tile's rows along a row of taps, which is one
-run of memory. A task owns a block of dw and adds up chunk after chunk in its scratch; where blocks
-are few, the chunks are also cut into slices, whose sums are added in order at the end.
+The rows of x that a chunk of pixels needs are copied once, channels last, with real zeros around
+them, and every tap multiplies from there: no patch is ever gathered. Vectors run along the
+channels of x, one panel of them at a time, which stays in the first-level cache while it meets all
+filters and taps; with few channels they run along the filters, and a tile's rows along a row of
+taps, which is one run of memory. A task owns a block of dw and adds up chunk after chunk in its
+scratch; where blocks are few, the chunks are also cut into slices, whose sums are added in order
+at the end.
 """
 
 from __future__ import annotations
@@ -81,10 +82,18 @@ class RowGradient:
         x = [v.columns.stride * self.image.place, v.rows.stride * self.image.row, self.image.image]
         dy = [self.out.place, self.out.row, self.out.image]
         operand = self.packer.x if plan.by_channels else self.packer.dy
-        batch, row, column = operand.strides
+        batch, row, column, _ = operand.strides
         self.ahead_steps = [column * operand.columns.step, row * operand.rows.step, batch]
-        if self.rows_join and self.ahead_steps[1] != plan.piece * self.ahead_steps[0]:
+        if (
+            operand.turned
+            or self.rows_join
+            and self.ahead_steps[1] != plan.piece * self.ahead_steps[0]
+        ):
             self.ahead_steps = [0, 0, 0]
+        # Where neighbouring pixels share elements, steps side by side would share their loads too,
+        # and keep more values than there are registers (30 % slower): one at a time.
+        shared = not plan.by_channels and x[0] < plan.rows * plan.item
+        self.unroll = 1 if shared else UNROLL
         self.steps = (*((dy, x) if plan.by_channels else (x, dy)), self.ahead_steps)
 
     @staticmethod
@@ -134,8 +143,8 @@ class RowGradient:
             channel, filter_,
             k.min(v.channels - channel, plan.channel_chunk),
             k.min(v.filters - filter_, plan.filter_chunk),
-            self.x + group * v.group_image + channel * self.size,
-            self.dy + group * v.group_out + filter_ * self.size,
+            self.x + group * v.group_image + channel * v.image[3],
+            self.dy + group * v.group_out + filter_ * v.out[3],
             self.dw + group * v.group_filter,
         )  # fmt: skip
 
@@ -204,13 +213,13 @@ class RowGradient:
         with k.loop(0, panels) as panel:
             first = panel * plan.width
             self.packer.panel(
-                source + first * self.size, operand, chunk, scratch, layout, along - first
+                source + first * operand.strides[3], operand, chunk, scratch, layout, along - first
             )
             # What is packed next comes closer while this panel is multiplied.
             more = k.as_int(panel + 1) < panels
             ahead = k.select(
                 more,
-                self._middle(operand, chunk) + (first + plan.width) * self.size,
+                self._middle(operand, chunk) + (first + plan.width) * operand.strides[3],
                 self._middle(operand, following),
             )
             ahead = source + ahead
@@ -221,7 +230,7 @@ class RowGradient:
                 else:
                     a, b = others + offset + self.packer.start(tile) * plan.item, scratch
                 c = sums + ((panel * plan.runs + run) * plan.tiles + tile) * plan.tile_bytes
-                turn = k.min(run * plan.tiles + tile, UNROLL - 1)
+                turn = k.min(run * plan.tiles + tile, self.unroll - 1)
                 rest = [a, b, c, images, rows, columns, ahead + turn * self.ahead_steps[0]]
                 rest.append(k.as_int(number) - first_chunk)
                 if plan.direct:
@@ -237,7 +246,7 @@ class RowGradient:
         """Where the middle tap of a chunk's first pixel lies."""
         place: IntLike = chunk.first[0] * operand.strides[0]
         for line, first, stride in zip(
-            (operand.rows, operand.columns), chunk.first[1:], operand.strides[1:]
+            (operand.rows, operand.columns), chunk.first[1:], operand.strides[1:3]
         ):
             middle = line.shifts[len(line.shifts) // 2]
             place = (first * line.step + middle) * stride + place
@@ -327,12 +336,13 @@ class RowGradient:
         length: IntLike = columns
         if not self.rows_join and plan.piece == v.columns.pixels:
             length = plan.piece
-        if isinstance(length, int) and length <= STRAIGHT:
+        unroll = self.unroll
+        if isinstance(length, int) and length <= STRAIGHT and unroll > 1:
             step(0, length)
             return
-        even = length - length % UNROLL
-        with k.loop(0, even, UNROLL) as q:
-            step(q, UNROLL)
+        even = length - length % unroll
+        with k.loop(0, even, unroll) as q:
+            step(q, unroll)
         if isinstance(length, int):
             step(even, length - even)
         else:

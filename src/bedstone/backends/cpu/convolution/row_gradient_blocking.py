@@ -27,10 +27,11 @@ THREADS_THOUGHT_OF = 4  # tasks are to come out even on so many
 TASKS_WANTED = 8
 FMA_LATENCY = 4  # cycles, about
 # Cycles on Zen 3: around the products of a tile, around a row of pixels inside it, of a vector
-# packed; of a vector of dw written from registers, from sums in memory (more for each slice of
-# them), and to elements that are no neighbours.
-TILE_CYCLES, ROW_CYCLES, PACK_CYCLES = 30.0, 6.0, 2.5
+# packed as it lies, and turned from pixels to channels; of a vector of dw written from registers,
+# from sums in memory (more for each slice of them), and to elements that are no neighbours.
+TILE_CYCLES, ROW_CYCLES, PACK_CYCLES, TURN_CYCLES = 30.0, 6.0, 2.5, 6.0
 DIRECT_CYCLES, FINISH_CYCLES, SLICE_CYCLES, SCATTER_CYCLES = 4.0, 20.0, 12.0, 40.0
+BEYOND_L1 = 1.06  # time of tiles whose rows come from the second-level cache
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,14 @@ class Line:
 @dataclass(frozen=True)
 class View:
     """The problem as the kernel sees it: `image` and `out` are strides in bytes of (batch, row,
-    column) of x and dy, whose channels are neighbours; `*_filter` are strides of dw; `item` is an
-    element's size; `group_*` go from one group to the next."""
+    column, channel) of x and dy, in which channels or columns are neighbours; `*_filter` are
+    strides of dw; `item` is an element's size; `group_*` go from one group to the next."""
 
     batch: int
     rows: Line
     columns: Line
-    image: tuple[int, int, int]
-    out: tuple[int, int, int]
+    image: tuple[int, int, int, int]
+    out: tuple[int, int, int, int]
     channels: int
     filters: int
     channel_filter: int
@@ -101,6 +102,15 @@ class View:
     def pixels(self) -> int:
         return self.batch * self.rows.pixels * self.columns.pixels
 
+    @property
+    def image_turned(self) -> bool:
+        """Whether columns of x are neighbours, and channels are not."""
+        return self.channels > 1 and self.image[3] != self.item
+
+    @property
+    def out_turned(self) -> bool:
+        return self.filters > 1 and self.out[3] != self.item
+
 
 def view(problem: ConvolutionProblem) -> View | None:
     """The problem's rows; None where they do not lie as this kernel needs them."""
@@ -109,7 +119,7 @@ def view(problem: ConvolutionProblem) -> View | None:
         return None
     x, w, y = ([s * item for s in desc.strides] for desc in (problem.x, problem.w, problem.y))
     channels, filters = problem.w.dims[1], problem.w.dims[0] // conv.groups
-    if (channels > 1 and x[1] != item) or (filters > 1 and y[1] != item):
+    if not all(n == 1 or item in (s[1], s[-1]) for n, s in ((channels, x), (filters, y))):
         return None
     lines = []
     for a in range(conv.axes):
@@ -120,7 +130,7 @@ def view(problem: ConvolutionProblem) -> View | None:
     if conv.axes == 1:
         lines.insert(0, Line(1, 1))
         x, y = [*x[:2], 0, x[2]], [*y[:2], 0, y[2]]
-    image, out = ((s[0], s[2], s[3]) for s in (x, y))
+    image, out = ((s[0], s[2], s[3], s[1]) for s in (x, y))
     return _merged(
         View(
             problem.x.dims[0], *lines, image, out, channels, filters, w[1], w[0], item,
@@ -130,19 +140,16 @@ def view(problem: ConvolutionProblem) -> View | None:
 
 
 def _merged(v: View) -> View:
-    """One long row, where one tap meets every pixel and rows follow one another."""
+    """One long row, where one tap meets every pixel and rows (then images) follow one another."""
     rows, columns = v.rows, v.columns
     if not (rows.plain and columns.plain):
         return v
-    for batch, row, column in (v.image, v.out):
-        if rows.size > 1 and row != columns.size * column:
-            return v
-        if v.batch > 1 and batch != rows.size * columns.size * column:
-            return v
-    return replace(
-        v, batch=1, rows=Line(1, 1), columns=Line(v.pixels, v.pixels, filters=columns.filters),
-        image=(0, 0, v.image[2]), out=(0, 0, v.out[2]),
-    )  # fmt: skip
+    if rows.size > 1 and any(s[1] != columns.size * s[2] for s in (v.image, v.out)):
+        return v
+    size, filters = rows.size * columns.size, columns.filters
+    if v.batch == 1 or all(s[0] == size * s[2] for s in (v.image, v.out)):
+        size, v = size * v.batch, replace(v, batch=1)
+    return replace(v, rows=Line(1, 1), columns=Line(size, size, filters=filters))
 
 
 @dataclass(frozen=True)
@@ -215,7 +222,8 @@ class Blocking:
 
 @dataclass(frozen=True)
 class Layout:
-    """Bytes in a packed operand: of a place, a row, an image, and all of it (a panel's)."""
+    """Bytes in a packed operand: of a place, a row, an image, and all of it (a panel's), with
+    room behind it for what is stored too much."""
 
     place: int
     row: int
@@ -223,33 +231,34 @@ class Layout:
     total: int
 
 
-def layout(place: int, columns: int, rows: int, images: int) -> Layout:
+def layout(plan: Blocking, place: int, columns: int, rows: int) -> Layout:
     row = columns * place
-    return Layout(place, row, rows * row, images * rows * row)
+    spare = plan.lanes * (place + plan.item)
+    return Layout(place, row, rows * row, plan.images * rows * row + spare)
 
 
 def image_layout(v: View, plan: Blocking) -> Layout:
     """Of x: a panel of channels, or whole rows."""
     place = plan.step_bytes if plan.by_channels else v.channels * plan.item
     columns, rows = v.columns.reach(plan.piece), v.rows.reach(plan.band)
-    return layout(place, columns, rows, plan.images)
+    return layout(plan, place, columns, rows)
 
 
 def out_layout(plan: Blocking) -> Layout:
     """Of dy: a panel of filters, as vectors or as rows of a tile."""
     place = plan.rows * plan.item if plan.by_channels else plan.step_bytes
-    return layout(place, plan.piece, plan.band, plan.images)
+    return layout(plan, place, plan.piece, plan.band)
 
 
 def scratch_bytes(v: View, plan: Blocking) -> tuple[int, int, int]:
-    """(vector panel, the other operand, sums) of a task; the first two end in a spare vector."""
-    spare = plan.lanes * plan.item
+    """(vector panel, the other operand, sums) of a task."""
     image, out = image_layout(v, plan).total, out_layout(plan).total
     if plan.by_channels:
-        sizes = image, plan.tiles * (out + spare)
+        sizes = image, plan.tiles * out
     else:
         sizes = out, image
-    vectors, others = (-(-(size + spare + plan.rows * plan.item) // 64) * 64 for size in sizes)
+    # A tile's last rows may be past the end.
+    vectors, others = (-(-(size + plan.rows * plan.item) // 64) * 64 for size in sizes)
     passing = plan.direct and math.prod(chunk_counts(v, plan)) == 1
     return vectors, others, 0 if passing or plan.slices > 1 else plan.sum_bytes
 
@@ -288,7 +297,7 @@ def tile_cycles(rows: int, vectors: int, depth: float) -> float:
     return depth * step * SHALLOW.get((rows, vectors), 1.0) + TILE_CYCLES + rows * vectors
 
 
-def cycles(v: View, plan: Blocking) -> float:
+def cycles(v: View, plan: Blocking, target: Target) -> float:
     """Cycles of a core that the whole problem takes, as if its tasks came out even."""
     images, bands, pieces = chunk_counts(v, plan)
     channel_blocks, filter_blocks = block_counts(v, plan)
@@ -298,16 +307,22 @@ def cycles(v: View, plan: Blocking) -> float:
     rows = depth / plan.piece
     products = plan.panels * plan.runs * (a_run + plan.tiles * rows * ROW_CYCLES)
     image, out = image_layout(v, plan), out_layout(plan)
+    if not plan.by_channels and image.total > target.l1_bytes:
+        products *= BEYOND_L1
     vector = plan.lanes * plan.item
+    x_cost, dy_cost = (
+        TURN_CYCLES if turned else PACK_CYCLES for turned in (v.image_turned, v.out_turned)
+    )
+    x_cost *= v.columns.walk if v.image_turned else 1  # gathered
     if plan.by_channels:
-        packing = plan.panels * image.total / vector + plan.tiles * depth
+        packing = plan.panels * image.total / vector * x_cost + plan.tiles * depth * dy_cost
     else:
-        packing = image.total / vector + plan.panels * out.total / vector
+        packing = image.total / vector * x_cost + plan.panels * out.total / vector * dy_cost
     step = v.channel_filter if plan.by_channels else v.filter_filter
     finish = DIRECT_CYCLES if plan.direct else FINISH_CYCLES + plan.slices * SLICE_CYCLES
     finish += 0.0 if step == v.item else SCATTER_CYCLES
     finish *= plan.sum_bytes / vector
-    return blocks * (chunks * (products + packing * PACK_CYCLES) + finish)
+    return blocks * (chunks * (products + packing) + finish)
 
 
 def _uneven(v: View, plan: Blocking) -> float:
@@ -331,7 +346,7 @@ def blocking(v: View, sum_dtype: str, target: Target) -> Blocking | None:
         for plan in _candidates(v, by_channels, lanes, item, target):
             if sum(scratch_bytes(v, plan)) > SCRATCH_BYTES_MAX:
                 continue
-            time = cycles(v, plan) * _uneven(v, plan)
+            time = cycles(v, plan, target) * _uneven(v, plan)
             if time < best[0]:
                 best = time, plan
     return best[1]
@@ -406,4 +421,4 @@ def work(problem: ConvolutionProblem, target: Target) -> float:
         return math.inf
     v, plan = found
     # Two multiply-adds a cycle.
-    return cycles(v, plan) * 4 * plan.lanes
+    return cycles(v, plan, target) * 4 * plan.lanes

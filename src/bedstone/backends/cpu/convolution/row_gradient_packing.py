@@ -5,7 +5,7 @@ Padding becomes real zeros, 16-bit types are widened; nothing outside a tensor i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from bedstone.backends.cpu.builder import KernelBuilder, itemsize
@@ -18,8 +18,11 @@ from bedstone.backends.cpu.convolution.row_gradient_blocking import (
     image_layout,
     out_layout,
 )
-from bedstone.backends.cpu.packing import fill_zero
-from bedstone.backends.cpu.values import IntLike, Mask
+from bedstone.backends.cpu.packing import fill_zero, load_strided
+from bedstone.backends.cpu.shuffles import interleaved, transposed
+from bedstone.backends.cpu.values import Float, IntLike, Mask
+
+INTERLEAVED = 4  # up to so many channels are interleaved, not transposed
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,19 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Operand:
-    """x or dy as it is packed: its axes, its strides of (batch, row, column), its channels."""
+    """x or dy as it is packed: its axes, its strides of (batch, row, column, channel), its
+    channels; `turned` if they are no neighbours, but columns are."""
 
     rows: Line
     columns: Line
-    strides: tuple[int, int, int]
+    strides: tuple[int, int, int, int]
     channels: int
+    turned: bool
+
+    @property
+    def step(self) -> int:
+        """From one packed place to the next."""
+        return self.columns.walk * self.strides[2]
 
 
 class Packer:
@@ -55,10 +65,10 @@ class Packer:
         self.dtype, self.sum_dtype = dtype, sum_dtype
         self.size, self.vector = itemsize(dtype), plan.lanes * plan.item
         rows, columns = Line(v.rows.pixels, v.rows.pixels), Line(v.columns.pixels, v.columns.pixels)
-        self.x = Operand(v.rows, v.columns, v.image, v.channels)
-        self.dy = Operand(rows, columns, v.out, v.filters)
+        self.x = Operand(v.rows, v.columns, v.image, v.channels, v.image_turned)
+        self.dy = Operand(rows, columns, v.out, v.filters, v.out_turned)
         self.image, self.out = image_layout(v, plan), out_layout(plan)
-        self.filter_panel = self.out.total + self.vector
+        self.filter_panel = self.out.total
 
     def start(self, tile: IntLike) -> IntLike:
         """The first filter (or element of a run) of a tile."""
@@ -118,9 +128,28 @@ class Packer:
         layout: Layout,
         left: IntLike,
     ) -> None:
-        """A panel of vectors: `left` channels from `source` on, zeros past them."""
+        """A panel of vectors: `left` channels from `source` on, anything past them."""
         k, plan = self.k, self.plan
-        step = operand.columns.walk * operand.strides[2]
+        step = operand.step
+
+        def turn(
+            at: IntLike, target: IntLike, places: IntLike, first: IntLike, end: IntLike
+        ) -> None:
+            self._zeros(target, layout, 0, first)
+            here, to = source + at + first * step, target + first * layout.place
+            ragged = operand.channels % plan.width != 0
+            for q, block in self._turned(
+                operand, here, end - first, plan.vectors, left if ragged else None
+            ):
+                for r, values in enumerate(zip(*block)):
+                    for j, value in enumerate(values):
+                        offset = r * layout.place + j * self.vector
+                        k.store(value, to + q * layout.place, self.sum_dtype, offset)
+            self._zeros(target, layout, end, places)
+
+        if operand.turned:
+            self._each_row(operand, chunk, layout, to, turn)
+            return
 
         def pack(masks: list[Mask | None]) -> None:
             def row(
@@ -163,8 +192,7 @@ class Packer:
     def rows(self, x: IntLike, chunk: Chunk, to: IntLike) -> None:
         """Rows of x with all channels, for tiles whose rows run along them."""
         k, plan, v = self.k, self.plan, self.view
-        columns, layout = v.columns, self.image
-        step = columns.walk * v.image[2]
+        layout, step = self.image, self.x.step
         dense = step == v.channels * self.size
 
         def run(source: IntLike, target: IntLike, count: IntLike) -> None:
@@ -181,7 +209,10 @@ class Packer:
         ) -> None:
             self._zeros(target, layout, 0, first)
             source = x + at
-            if dense:
+            if self.x.turned:
+                here, place = source + first * step, target + first * layout.place
+                self._turn_row(here, end - first, place)
+            elif dense:
                 run(source + first * step, target + first * layout.place,
                     (end - first) * v.channels)  # fmt: skip
             else:
@@ -191,12 +222,82 @@ class Packer:
 
         self._each_row(self.x, chunk, layout, to, row)
 
+    def _turn_row(self, source: IntLike, count: IntLike, to: IntLike) -> None:
+        """A row of x whose channels are planes: brought together place by place."""
+        k, plan, v, layout = self.k, self.plan, self.view, self.image
+        if v.channels <= INTERLEAVED:
+            for q, mask in self._blocks(count):
+                at = source + q * self.x.step
+                planes = [
+                    load_strided(k, at + c * v.image[3], self.x.step, plan.lanes, self.dtype, mask)
+                    for c in range(v.channels)
+                ]
+                for i, value in enumerate(interleaved(k, planes)):
+                    k.store(value, to + q * layout.place, self.sum_dtype, i * self.vector)
+            return
+        vectors = -(-v.channels // plan.lanes)
+        for q, block in self._turned(self.x, source, count, vectors, v.channels):
+            for j, values in enumerate(block):
+                mask = k.first_lanes(v.channels - j * plan.lanes, plan.lanes)
+                for r, value in enumerate(values):
+                    offset = r * layout.place + j * self.vector
+                    k.store(value, to + q * layout.place, self.sum_dtype, offset, mask)
+
+    def _blocks(self, count: IntLike) -> Iterator[tuple[IntLike, Mask | None]]:
+        """Loops over `count` places by vectors of them: (first place, mask of the last vector)."""
+        k, lanes = self.k, self.plan.lanes
+        even = count - count % lanes
+        with k.loop(0, even, lanes) as q:
+            yield q, None
+        with k.loop(even, count, lanes) as q:
+            yield q, k.first_lanes(count - q, lanes)
+
+    def _turned(
+        self,
+        operand: Operand,
+        source: IntLike,
+        count: IntLike,
+        vectors: int,
+        left: IntLike | None,
+    ) -> Iterator[tuple[IntLike, list[list[Float]]]]:
+        """Blocks of `count` places by channels: (first place, for each vector of channels the
+        places' vectors), some past the last place. In place of a channel past the `left` first,
+        the last is read; nobody stores what comes of it."""
+        k, lanes = self.k, self.plan.lanes
+        for q, mask in self._blocks(count):
+            block = []
+            for j in range(vectors):
+                rows = []
+                for r in range(lanes):
+                    channel: IntLike = j * lanes + r
+                    channel = channel if left is None else k.min(channel, left - 1)
+                    at = source + q * operand.step + channel * operand.strides[3]
+                    rows.append(load_strided(k, at, operand.step, lanes, self.dtype, mask))
+                block.append(transposed(k, rows))
+            yield q, block
+
     def filters(self, dy: IntLike, left: IntLike, chunk: Chunk, to: IntLike) -> None:
         """All filters of a block, of which `left` exist from `dy` on, for tiles whose rows run
         along them: tile by tile, pixel by pixel. A vector more than a pixel's filters is stored;
         the next pixel's overwrite it."""
         k, plan, v = self.k, self.plan, self.view
         vectors = -(-plan.rows // plan.lanes)
+
+        def turn(
+            at: IntLike, target: IntLike, places: IntLike, first: IntLike, end: IntLike
+        ) -> None:
+            with k.loop(0, plan.tiles) as tile:
+                start, to = self.start(tile), target + tile * self.filter_panel
+                source = dy + at + start * v.out[3]
+                for q, block in self._turned(self.dy, source, places, vectors, left - start):
+                    for r, values in enumerate(zip(*block)):
+                        for j, value in enumerate(values):
+                            offset = r * self.out.place + j * self.vector
+                            k.store(value, to + q * self.out.place, self.sum_dtype, offset)
+
+        if self.dy.turned:
+            self._each_row(self.dy, chunk, self.out, to, turn)
+            return
 
         def row(
             at: IntLike, target: IntLike, places: IntLike, first: IntLike, end: IntLike
