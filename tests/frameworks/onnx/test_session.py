@@ -17,6 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import bedstone
 from bedstone.frameworks.onnx import InferenceSession, enable, report
+from bedstone.frameworks.onnx import session as session_module
 
 RANDOM = np.random.default_rng(0)
 
@@ -329,6 +330,100 @@ def test_report_sums_over_sessions_and_threads_agree() -> None:
     assert report().calls >= 5
 
 
+def test_a_recorded_run_computes_what_the_first_did_and_writes_to_nobodys_memory() -> None:
+    session = InferenceSession(conv_bn_relu())
+    feeds = [RANDOM.standard_normal((1, 3, 8, 8)).astype("f") for _ in range(5)]
+    feeds.append(np.asfortranarray(feeds[0]))
+    want = [InferenceSession(session._graph.model).run(None, {"x": x})[0] for x in feeds]
+    kept = [x.copy() for x in feeds]
+    got = [session.run(None, {"x": x})[0] for x in feeds]
+    assert session._recordings
+    for value, expectation, x, before in zip(got, want, feeds, kept):
+        np.testing.assert_array_equal(value, expectation)
+        np.testing.assert_array_equal(x, before)
+        assert value.flags.writeable and value.flags.owndata
+
+
+GLUE_NODES = [
+    helper.make_node("Shape", ["x"], ["dims"]),
+    helper.make_node("Gather", ["dims", "zero"], ["n"]),
+    helper.make_node("Concat", ["n", "rest"], ["wanted"], axis=0),
+    helper.make_node("Transpose", ["x"], ["t"], perm=[0, 2, 3, 1]),
+    helper.make_node("Reshape", ["t", "wanted"], ["r"]),  # no view of a transposed array
+    helper.make_node("Softmax", ["r"], ["s"], axis=-1),
+    helper.make_node("Mul", ["s", "s"], ["m"]),
+    helper.make_node("Slice", ["m", "zero", "one", "one"], ["slice"]),  # a view
+    helper.make_node("ReduceMean", ["m"], ["mean"], axes=[1], keepdims=1),
+    helper.make_node("Sub", ["slice", "mean"], ["d"]),
+    helper.make_node("Concat", ["d", "d"], ["y"], axis=1),
+]
+GLUE_CONSTANTS = [
+    constant("zero", np.array([0], np.int64)),
+    constant("one", np.array([1], np.int64)),
+    constant("rest", np.array([-1, 24], np.int64)),
+]
+
+
+def test_recordings_by_shape_and_threads() -> None:
+    made = model(GLUE_NODES, GLUE_CONSTANTS, ["N", 3, 4, "W"])
+    session = InferenceSession(made)
+    for shape in [(1, 3, 4, 6), (2, 3, 4, 8), (1, 3, 4, 6), (2, 3, 4, 8)] * 3:
+        x = RANDOM.standard_normal(shape).astype("f")
+        np.testing.assert_allclose(
+            session.run(None, {"x": x})[0], expected(made, x)[0], rtol=1e-5, atol=1e-7
+        )
+    assert len(session._recordings) == 2
+    with bedstone.config(num_threads=1):
+        for _ in range(2):
+            session.run(None, {"x": x})
+    assert len(session._recordings) == 3
+    for width in range(2, 10):
+        for _ in range(2):
+            session.run(None, {"x": np.ones((3, 3, 4, 2 * width), np.float32)})
+    assert len(session._recordings) == session_module.RECORDINGS_MOST
+
+
+def test_shapes_that_depend_on_values_are_not_recorded() -> None:
+    made = model(
+        [
+            helper.make_node("Relu", ["x"], ["r"]),
+            helper.make_node("Cast", ["r"], ["n"], to=TensorProto.INT64),
+            helper.make_node("Reshape", ["data", "n"], ["y"]),
+        ],
+        [constant("data", np.arange(6, dtype=np.float32))],
+        [2],
+    )
+    session = InferenceSession(made)
+    for dims in ((2, 3), (3, 2), (1, 6), (2, 3), (6, 1)):
+        assert session.run(None, {"x": np.array(dims, np.float32)})[0].shape == dims
+    assert not session._recordings
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_transposed_convolution_and_a_pool_with_indices_are_recorded(bias: bool) -> None:
+    inputs = ["p", "w", "b"] if bias else ["p", "w"]
+    made = model(
+        [
+            helper.make_node(
+                "MaxPool", ["x"], ["p", "where"], kernel_shape=[2, 2], strides=[2, 2]
+            ),
+            helper.make_node("ConvTranspose", inputs, ["up"], strides=[2, 2]),
+            helper.make_node("Cast", ["where"], ["places"], to=TensorProto.FLOAT),
+            helper.make_node("Identity", ["places"], ["out"]),
+            helper.make_node("HardSwish", ["up"], ["y"]),
+        ],
+        [constant("w", RANDOM.standard_normal((3, 4, 2, 2)).astype("f")),
+         constant("b", RANDOM.standard_normal(4).astype("f"))],
+        [1, 3, 8, 8], outputs=("y", "out"),
+    )  # fmt: skip
+    session = InferenceSession(made)
+    for _ in range(4):
+        x = RANDOM.standard_normal((1, 3, 8, 8)).astype("f")
+        for got, want in zip(session.run(None, {"x": x}), expected(made, x)):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert session._recordings
+
+
 NETWORKS = {
     "ch_PP-OCRv4_rec_infer.onnx": (1, 3, 48, 160),
     "ch_ppocr_mobile_v2.0_cls_infer.onnx": (1, 3, 48, 192),
@@ -347,9 +442,11 @@ def test_pretrained_networks_give_onnxruntimes_numbers(name: str) -> None:
     x = np.ascontiguousarray(np.broadcast_to(x, NETWORKS[name]))
     want = ort.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, {"x": x})
     session = InferenceSession(path)
-    for got, value in zip(session.run(None, {"x": x}), want):
-        assert np.max(np.abs(value)) > 0.1
-        assert np.max(np.abs(got - value)) <= 1e-4 * np.max(np.abs(value))
+    for _ in range(3):  # the later ones recorded
+        for got, value in zip(session.run(None, {"x": x}), want):
+            assert np.max(np.abs(value)) > 0.1
+            assert np.max(np.abs(got - value)) <= 1e-4 * np.max(np.abs(value))
+    assert session._recordings
     own = [line for line in session.report().lines if line.own]
     assert {"Conv"} <= {line.operator for line in own}
     assert not [x for x in session.report().lines if x.operator == "Conv" and not x.own]

@@ -8,6 +8,7 @@ and says so.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 import bedstone
 from bedstone.frameworks.onnx.graph import Array, Graph, Node, activation_of
+from bedstone.frameworks.onnx.recording import bound
 from bedstone.spec.activation import ActivationProblem, parse_desc
 from bedstone.spec.convolution import ConvolutionDesc, ConvolutionProblem, Epilogue
 from bedstone.spec.normalization import NormalizationProblem, NormDesc
@@ -32,6 +34,8 @@ FLOATS = {"float32", "float64", "float16", "bfloat16"}
 class Planned:
     """A node on bedstone: `run(inputs) -> outputs`; `algorithm` says what ran last."""
 
+    reads: int | None = None  # of the node's inputs, the first so many; all
+
     def __init__(self, node: Node, graph: Graph) -> None:
         self.node, self.attributes, self.opset = node, node.attributes, graph.opset
         self.algorithm = ""
@@ -39,6 +43,16 @@ class Planned:
 
     def run(self, inputs: Sequence[Any]) -> list[Array]:
         """The outputs for these inputs (None for an input left out)."""
+        inputs = inputs[: self.reads]
+        return self.call(self._entry(inputs), inputs)
+
+    def bind(self, inputs: Sequence[Any], outputs: Sequence[Array]) -> list[Callable[[], Any]]:
+        """Calls that compute `outputs` anew from `inputs`, contiguous arrays that stay where they
+        are; `run` has had inputs of these shapes."""
+        inputs = inputs[: self.reads]
+        return self.calls(self._entry(inputs), inputs, outputs)
+
+    def _entry(self, inputs: Sequence[Any]) -> Any:
         x = inputs[0]
         key = (x.dtype, *(None if i is None else i.shape for i in inputs))
         entry = self.plans.get(key)
@@ -46,7 +60,7 @@ class Planned:
             if x.dtype.name not in FLOATS:
                 raise Unplanned(f"{x.dtype.name} is not computed by bedstone")
             entry = self.plans[key] = self.plan(inputs)
-        return self.call(entry, inputs)
+        return entry
 
     def plan(self, inputs: Sequence[Any]) -> Any:
         """What `call` needs for inputs of these shapes."""
@@ -59,6 +73,12 @@ class Planned:
         execute(plan, [i for i in inputs if i is not None], y)
         self.algorithm = plan.algorithm
         return [y]
+
+    def calls(
+        self, entry: Any, inputs: Sequence[Any], outputs: Sequence[Array]
+    ) -> list[Callable[[], Any]]:
+        """`call` on memory that is there."""
+        return [bound(entry[0], [i for i in inputs if i is not None], outputs)]
 
     def plans_made(self) -> list[bedstone.Plan]:
         """Every plan this node holds."""
@@ -189,6 +209,16 @@ class ConvTranspose(Planned):
         self.algorithm = plan.algorithm
         return [y]
 
+    def calls(
+        self, entry: Any, inputs: Sequence[Any], outputs: Sequence[Array]
+    ) -> list[Callable[[], Any]]:
+        x, w = inputs[:2]
+        if len(inputs) < 3 or inputs[2] is None:
+            return [bound(entry[0], [w, x], outputs)]
+        bias = inputs[2].reshape(1, -1, *(1,) * (x.ndim - 2))
+        fill = functools.partial(np.copyto, outputs[0], bias)
+        return [fill, bound(entry[0], [w, x], outputs, beta=1.0)]
+
 
 class Pool(Planned):
     """MaxPool (with Indices) and AveragePool."""
@@ -222,6 +252,16 @@ class Pool(Planned):
         plan.kernel([a.ctypes.data for a in (x, y, indices)], 0, 1.0, 0.0, 0)
         self.algorithm = plan.algorithm
         return [y, self._flat(indices, x.shape)]
+
+    def calls(
+        self, entry: Any, inputs: Sequence[Any], outputs: Sequence[Array]
+    ) -> list[Callable[[], Any]]:
+        if len(outputs) < 2:
+            return super().calls(entry, inputs, outputs)
+        y, flat = outputs
+        indices, shape = np.empty(y.shape, np.int64), inputs[0].shape
+        kernel = bound(entry[0], inputs, [y, indices])
+        return [kernel, lambda: np.copyto(flat, self._flat(indices, shape))]
 
     def _flat(self, indices: Array, x: tuple[int, ...]) -> Array:
         """Indices over the whole tensor, as ONNX counts them; column-major if asked for."""
@@ -265,12 +305,11 @@ class Softmax(Planned):
 class Activation(Planned):
     """Every operator that is one of bedstone's activations."""
 
+    reads = 1
+
     def __init__(self, node: Node, graph: Graph) -> None:
         super().__init__(node, graph)
         self.kind = activation_of(graph, node)
-
-    def run(self, inputs: Sequence[Any]) -> list[Array]:
-        return super().run(inputs[:1])
 
     def plan(self, inputs: Sequence[Any]) -> Any:
         (x,) = inputs

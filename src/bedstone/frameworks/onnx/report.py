@@ -31,14 +31,16 @@ class Ledger:
         self._lines: dict[tuple[str, str], Line] = {}
         _ledgers.add(self)
 
-    def add(self, operator: str, algorithm: str, seconds: float, reason: str = "") -> None:
-        """One call."""
+    def add(
+        self, operator: str, algorithm: str, seconds: float, reason: str = "", calls: int = 1
+    ) -> None:
+        """One call, or several together."""
         line = self._lines.get((operator, algorithm))
         if line is None:
             line = self._lines.setdefault(
                 (operator, algorithm), Line(operator, algorithm, reason=reason)
             )
-        line.calls += 1
+        line.calls += calls
         line.seconds += seconds
 
     def clear(self) -> None:

@@ -2,7 +2,8 @@
 
 Constructor, `run`, `get_inputs` and the rest have onnxruntime's habits. Each step is a bedstone
 plan where there is one, a NumPy form for the glue between, and the onnx package's reference for
-what is left; `report()` says which, how often, how long, and why not bedstone.
+what is left; `report()` says which, how often, how long, and why not bedstone. From the second run
+with inputs of the same shapes on, the steps are a recording's calls (recording.py).
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from bedstone.frameworks.onnx.fusion import optimize
 from bedstone.frameworks.onnx.glue import NotHere, function_of
 from bedstone.frameworks.onnx.graph import Array, Graph, Node, load
 from bedstone.frameworks.onnx.operators import OPERATORS, Planned, Unplanned
+from bedstone.frameworks.onnx.recording import Recording, Unrecorded
 from bedstone.frameworks.onnx.reference import ReferenceNode
 
 PROVIDER = "CPUExecutionProvider"  # the name by which callers ask for a CPU
 REFERENCE = "onnx reference"
+RECORDINGS_MOST = 4  # kept, each with memory for its values
+SHAPES_MOST = 64  # remembered as met
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,8 @@ class InferenceSession:
         self._steps = [Step(node, self._graph) for node in self._graph.nodes]
         self._last_use = _last_uses(self._graph)
         self._lock = threading.Lock()
+        self._recordings: dict[Any, Recording] = {}
+        self._met: dict[Any, bool] = {}  # shapes of inputs: whether a run can be recorded
         self.ledger = reports.Ledger()
 
     def run(
@@ -139,12 +145,37 @@ class InferenceSession:
         for name in wanted:
             if name not in names:
                 raise bedstone.InvalidDescriptor("output_names", name, f"one of {names}")
-        values: dict[str, Any] = dict(self._check(input_feed))
+        values: dict[str, Any] = self._check(input_feed)
         constants = self._graph.constants
         with self._lock:  # plans of one session share what a node remembers between calls
+            recording = self._recording(values)
+            if recording is not None:
+                return recording.run(values, wanted, self.ledger)
             for number, step in enumerate(self._steps):
                 self._step(number, step, values, constants)
         return [values[name] if name in values else constants[name] for name in wanted]
+
+    def _recording(self, feed: Mapping[str, Any]) -> Recording | None:
+        """The recorded run for inputs of these shapes, made when they come a second time."""
+        shapes = [(n, v.shape, v.dtype) for n, v in feed.items() if isinstance(v, np.ndarray)]
+        key = (bedstone.get_num_threads(), *shapes)
+        found = self._recordings.pop(key, None)
+        if found is None:
+            again = self._met.pop(key, None)
+            self._met[key] = True if again is None else again
+            if len(self._met) > SHAPES_MOST:
+                del self._met[next(iter(self._met))]
+            if not again:
+                return None
+            try:
+                found = Recording(self._graph, self._steps, self._last_use, feed)
+            except Unrecorded:
+                self._met[key] = False
+                return None
+        self._recordings[key] = found  # the latest one last
+        if len(self._recordings) > RECORDINGS_MOST:
+            del self._recordings[next(iter(self._recordings))]
+        return found
 
     def _step(
         self, number: int, step: Step, values: dict[str, Any], constants: Mapping[str, Array]
