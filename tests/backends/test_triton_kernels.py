@@ -36,7 +36,7 @@ PROBLEMS = [
     (SPLIT, "convolution forward n1c200h3k5r3p1 float32 layout=NHWC bias activation=relu"),
     (SPLIT, "convolution backward_data n1c7h6k130r3p1u2 float32"),
     (SPLIT, "convolution backward_filter n1c4h40k5r1 float32"),
-    (SPLIT, "convolution backward_filter n1c3h48k5r3p1 float32 layout=NHWC"),  # many parts
+    (SPLIT, "convolution backward_filter n1c3h24k5r3p1 float32 layout=NHWC"),
     (DEPTHWISE, "convolution forward n2c5h9w7k5r3s3p1g5 float32"),
     (DEPTHWISE, "convolution forward n1c6h9w8k6r2s3ph1_0pw0_2uh2uw1lh1lw2g6 float64 layout=NHWC"),
     (DEPTHWISE, "convolution backward_data n2c3h8w9k3r3s5p2u2g3 float32 layout=NHWC"),
