@@ -12,12 +12,14 @@ import importlib.util
 import inspect
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import bedstone
 from bedstone import functional
+from bedstone.bench.report import read_csv
 from bedstone.cli import support_table
 from bedstone.compat import cudnn_v1, cudnn_v2
 from bedstone.plan.config import SETTINGS
@@ -109,6 +111,30 @@ def jax_table() -> str | None:
     return coverage_table()
 
 
+def jax_times() -> str:
+    """JAX's own kernels against bedstone's in their place, from the measurements that are kept."""
+    rows = [
+        "| suite | direction | layout | problems | times JAX's own: mean | least | most |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for suite in ("paper", "resnet50"):
+        _, found = read_csv(str(ROOT / f"bench/results/cpu-jax-{suite}-float32.csv"))
+        sides = {(r["problem"], r["name"], r["peer"]): float(r["peer_ms"]) for r in found}
+        parts: dict[tuple[str, str], list[float]] = {}
+        for row in found:
+            if row["peer"] == "jax":
+                ours = sides[row["problem"], row["name"], "jax-on-bedstone"]
+                part = parts.setdefault((row["direction"], row["layout"]), [])
+                part.append(float(row["peer_ms"]) / ours)
+        for (direction, layout), ratios in parts.items():
+            mean = statistics.geometric_mean(ratios)
+            rows.append(
+                f"| {suite} | {direction} | {layout} | {len(ratios)} | {mean:.2f} "
+                f"| {min(ratios):.2f} | {max(ratios):.2f} |"
+            )
+    return "\n".join(rows)
+
+
 def caffenet_table() -> str:
     """The paper's table, from the measurement that is kept."""
     found = json.loads((ROOT / "bench/results/caffe-caffenet.json").read_text(encoding="utf-8"))
@@ -154,6 +180,7 @@ PARTS = {
     ("docs/from_cudnn.md", "cudnn"): cudnn_table,
     ("docs/pytorch.md", "torch"): torch_table,
     ("docs/paddle.md", "paddle"): paddle_table,
+    ("docs/jax.md", "jax-times"): jax_times,
     ("docs/jax.md", "jax"): jax_table,
     ("docs/caffe.md", "caffenet"): caffenet_table,
     ("docs/caffe.md", "caffe-layers"): caffe_layers,
