@@ -1,6 +1,7 @@
 """Networks on a device: every layer against the host, what is copied when, training, snapshots.
 
-The device is PyTorch's own CPU arrays with the CPU's plans, so that all of it runs without a GPU.
+The device is PyTorch's own CPU arrays with the CPU's plans, so that all of it runs without a GPU;
+`pytest -m gpu` runs it on one.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ WEIGHTED = 'layer { name: "sum" type: "Reduction" bottom: "y" top: "loss" loss_w
 HOST_ONLY = {"Embed", "HingeLoss", "Tile"}
 
 
-@pytest.fixture(scope="module")
-def device():
-    return Torch("cpu")
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def device(request):
+    return Torch("cpu") if request.param == "cpu" else spaces.device_space(0)
 
 
 def run(text, shapes, engine, dtype, space):
@@ -211,3 +212,55 @@ def test_math_is_of_a_device():
         caffe.Net(param, math="tf32")
     with pytest.raises(InvalidDescriptor, match="math"):
         caffe.Net(param, math="bf16", gpu=Torch("cpu"))
+
+
+def test_the_peer_computes_the_same_network_and_is_timed(device, tmp_path):
+    from bedstone.frameworks.caffe import timing, timing_device
+
+    text = NET.replace("MemoryData", "DummyData").replace(
+        "memory_data_param { batch_size: 8 channels: 3 height: 8 width: 8 }",
+        """dummy_data_param { shape { dim: 8 dim: 3 dim: 8 dim: 8 } shape { dim: 8 }
+           data_filler { type: "gaussian" } data_filler { type: "uniform" max: 4 } }""",
+    )
+    text = text.replace(
+        'layer { name: "bn" type: "BatchNorm" bottom: "pool" top: "pool" }\n',
+        'layer { name: "cat" type: "Concat" bottom: "pool" bottom: "pool" top: "cat" }\n',
+    ).replace('"drop" type: "Dropout" bottom: "pool" top: "pool"',
+              '"drop" type: "Dropout" bottom: "cat" top: "pool_"')  # fmt: skip
+    text = text.replace('"InnerProduct" bottom: "pool"', '"InnerProduct" bottom: "pool_"')
+    path = tmp_path / "net.prototxt"
+    path.write_text(text)
+    found = timing_device.measure(str(path), 2, device, peer="torch", batch=6)
+    assert (found.batch, found.test_batch, list(found.sides)) == (6, 6, ["torch", "bedstone"])
+    assert float(found.machine["largest difference from the peer"]) < 1e-5
+    for side in found.sides.values():
+        assert all(side.passes[name] > 0 for name in timing.PASSES)
+        assert list(side.forward) == [name for name, _ in found.layers] == list(side.backward)[::-1]
+        assert side.forward["conv"] > 0 < side.backward["conv"]
+    assert "PyTorch" in timing.table(found)
+    found.write(tmp_path / "t.json")
+    timing.plot(found, str(tmp_path / "t.png"))
+
+
+def test_a_peer_that_computes_something_else_is_refused(device):
+    from bedstone.frameworks.caffe import timing_device
+    from bedstone.frameworks.caffe.torch_network import TorchNetwork
+
+    model = schema.NetParameter()
+    text_format.Parse(
+        """layer { name: "data" type: "DummyData" top: "a" top: "label" dummy_data_param {
+             shape { dim: 4 dim: 5 } shape { dim: 4 }
+             data_filler { type: "gaussian" } data_filler { type: "uniform" max: 3 } } }
+           layer { name: "ip" type: "InnerProduct" bottom: "a" top: "ip" inner_product_param {
+             num_output: 3 weight_filler { type: "xavier" } } }
+           layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" }""",
+        model,
+    )
+    ours = timing_device.Ours(model, None, device, "ieee")
+    network = TorchNetwork(ours.net, "ieee")
+    found = timing_device.compare(ours, network, "ieee")
+    assert max(found.values()) < 1e-5
+    assert set(found) == {"loss", "loss's gradient", "ip", "ip's gradient"}
+    network.parameters["ip"][0].data[0] += 1e-3
+    with pytest.raises(InvalidDescriptor, match="ip.*apart by"):
+        timing_device.compare(ours, network, "ieee")

@@ -351,8 +351,7 @@ class Dropout(Elementwise):
             self._state[1] += blocks
             self._forward(x, self._state, y)
         else:
-            kept = keep_mask(tuple(x.shape), self.ratio, self._seed, self._drawn)
-            self._mask = self.xp.asarray(kept * self.dtype.type(1 / (1 - self.ratio)))
+            self._mask = self.xp.asarray(self.mask(tuple(x.shape)))
             self.xp.multiply(x, self._mask, out=y)
 
     def gradient(self, x: np.ndarray, y: np.ndarray, dy: np.ndarray, dx: np.ndarray) -> None:
@@ -362,6 +361,11 @@ class Dropout(Elementwise):
             self._backward(self._state, dy, dx)
         else:
             self.xp.multiply(dy, self._mask, out=dx)
+
+    def mask(self, shape: tuple[int, ...]) -> np.ndarray:
+        """What the last forward pass multiplied by: 0, or 1 / (1 - ratio)."""
+        kept = keep_mask(shape, self.ratio, self._seed, self._drawn)
+        return kept * self.dtype.type(1 / (1 - self.ratio))
 
     def state(self) -> dict[str, Any]:
         return {"seed": self._seed, "drawn": self._drawn}

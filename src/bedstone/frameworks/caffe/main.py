@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from bedstone.frameworks.caffe import drawing, extracting, timing
+from bedstone.frameworks.caffe import drawing, extracting, timing, timing_device
 from bedstone.frameworks.caffe.net import Net
 from bedstone.frameworks.caffe.signals import EFFECTS, Signals
 from bedstone.frameworks.caffe.solver import Solver, output_lines, run_test
@@ -21,6 +21,7 @@ examples:
   bedstone caffe train --solver F --snapshot lenet_iter_300.solverstate      go on from a snapshot
   bedstone caffe test --model F --weights lenet_iter_450.caffemodel --iterations 4
   bedstone caffe time --model examples/caffe/caffenet/train_val.prototxt --engine both
+  bedstone caffe time --model F --gpu 0 --peer torch --math tf32
   bedstone caffe draw --model F --output net.png
   bedstone caffe extract --model F --weights F --blobs ip1 --output features.h5
 """
@@ -64,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     clock.add_argument("--engine", choices=("bedstone", "caffe", "both"), default="bedstone",
                        help="caffe: image by image and NumPy's BLAS; both: in turns")  # fmt: skip
     clock.add_argument("--batch", type=int, metavar="N", help="in place of the network's batches")
+    clock.add_argument("--peer", choices=("torch",), help="with --gpu: the same network by PyTorch")
+    _add_gpu(clock)
     clock.add_argument("--json", metavar="F", help="write the measurement")
     clock.add_argument("--plot", metavar="F.png", help="draw it")
 
@@ -164,6 +167,10 @@ def _test(args: argparse.Namespace) -> int:
 
 def _time(args: argparse.Namespace) -> int:
     engines = tuple(timing.ENGINES) if args.engine == "both" else (args.engine,)
+    if args.gpu is None and (args.peer or args.math != "ieee"):
+        raise InvalidDescriptor("gpu", None, "a GPU's number with --peer and --math")
+    if args.gpu is not None and args.engine != "bedstone":
+        raise InvalidDescriptor("engine", args.engine, "bedstone with --gpu (compare by --peer)")
     for path in (args.json, args.plot):  # minutes of measuring are not to end in a missing folder
         if path and not Path(path).absolute().parent.is_dir():
             raise InvalidDescriptor("output", path, "a file in a folder that exists")
@@ -174,9 +181,16 @@ def _time(args: argparse.Namespace) -> int:
             sys.stderr.flush()
 
     try:
-        measured = timing.measure(
-            args.model, engines, args.iterations, batch=args.batch, weights=args.weights, tell=tell
-        )
+        if args.gpu is None:
+            measured = timing.measure(
+                args.model, engines, args.iterations, batch=args.batch, weights=args.weights,
+                tell=tell,
+            )  # fmt: skip
+        else:
+            measured = timing_device.measure(
+                args.model, args.iterations, args.gpu, peer=args.peer, math=args.math,
+                batch=args.batch, weights=args.weights, tell=tell,
+            )  # fmt: skip
     finally:
         tell("")
     print(timing.table(measured))

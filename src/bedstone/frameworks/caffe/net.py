@@ -330,6 +330,10 @@ class Net:
                 if wanted:
                     blob.wrote("diff", layer.space)
 
+    def propagate_down(self, i: int) -> list[bool]:
+        """Whether the gradient of each of layer i's bottoms is wanted."""
+        return self._needs[i]
+
     def clear_param_diffs(self) -> None:
         """Set the gradients of all parameters to 0."""
         for blob in self.learnable_params:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -136,6 +137,23 @@ class Torch(Host):
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             self._torch.cuda.synchronize(self.device)
+
+    def mark(self) -> Any:
+        """A point in the device's time, once the work that is queued is done."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = self._torch.cuda.Event(enable_timing=True)
+        event.record(self._torch.cuda.current_stream(self.device))
+        return event
+
+    def between(self, first: Any, last: Any) -> float:
+        """Milliseconds from one mark to another; both must have been passed."""
+        return 1e3 * (last - first) if isinstance(first, float) else first.elapsed_time(last)
+
+    def versions(self) -> str:
+        """PyTorch's, CUDA's and cuDNN's."""
+        cudnn = self._torch.backends.cudnn.version() if self.device.type == "cuda" else None
+        return f"{self._torch.__version__}, CUDA {self._torch.version.cuda}, cuDNN {cudnn}"
 
 
 class TorchNames:

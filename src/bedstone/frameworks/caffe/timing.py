@@ -44,6 +44,12 @@ PAPER = {
     "update": (2926, 2920),
     "overall": (290106, 213431),
 }
+# What bedstone's times are compared with, by the name of the side: in short, and what ratio means.
+OTHERS = {
+    "caffe": ("engine CAFFE", "time on engine CAFFE (lowering image by image, then NumPy's BLAS) "
+              "over time on bedstone;"),
+    "torch": ("PyTorch", "time of PyTorch (cuDNN, cuBLAS) over time on bedstone, same device;"),
+}  # fmt: skip
 # Seconds of rest when the turn passes to the other engine: threads of a BLAS that wait for work
 # spin for some milliseconds and would take a core from whoever comes next.
 SETTLE = 0.03
@@ -73,12 +79,17 @@ class Timing:
     layers: list[tuple[str, str]]
     sides: dict[str, Side]
 
+    @property
+    def other(self) -> str:
+        """The side that bedstone is compared with: "caffe", its other engine, or "torch"."""
+        return next(iter(self.sides))
+
     def ratio(self, name: str) -> float | None:
-        """Time on engine CAFFE over time on bedstone for a pass; None with one engine."""
+        """Time on the other side over time on bedstone for a pass; None with one side."""
         if len(self.sides) < 2 or name not in self.sides["bedstone"].passes:
             return None
         ours = self.sides["bedstone"].passes[name]
-        return self.sides["caffe"].passes[name] / ours if ours else None
+        return self.sides[self.other].passes[name] / ours if ours else None
 
     def convolutions(self) -> dict[str, dict[str, float]]:
         """Milliseconds of the convolution layers alone: by direction, then by engine."""
@@ -97,7 +108,7 @@ class Timing:
         alone = self.convolutions()
         if len(self.sides) > 1:
             for times in alone.values():
-                times["ratio"] = times["caffe"] / times["bedstone"]
+                times["ratio"] = times[self.other] / times["bedstone"]
         content = asdict(self) | {
             "unit": "milliseconds, medians over the iterations; spread is least and most",
             "ratios": {n: r for n in (*PASSES, "overall") if (r := self.ratio(n)) is not None},
@@ -274,8 +285,7 @@ def table(timing: Timing) -> str:
     both = len(names) > 1
     lines = [
         f"{timing.network}: batch {timing.batch} (testing {timing.test_batch}), "
-        f"{timing.iterations} iterations, {timing.machine['device']}, "
-        f"{timing.machine['threads']} threads; milliseconds, medians",
+        f"{timing.iterations} iterations, {_place(timing)}; milliseconds, medians",
         "",
         f"{'layer':{width}} {'type':16}" + "".join(f"{head:>13}" for head in heads)
         + (f"{'fwd ratio':>11}{'bwd ratio':>11}" if both else ""),
@@ -300,16 +310,24 @@ def table(timing: Timing) -> str:
         line += "".join(f"{times[name]:13.2f}" for name in names)
         lines.append(line + (_ratio(*times.values()) if both else ""))
     peaks = "".join(f"{side.peak_memory_mib:13.0f}" for side in timing.sides.values())
-    lines.append(f"{'peak MiB':{width}}{peaks}")
+    if any(side.peak_memory_mib for side in timing.sides.values()):
+        lines.append(f"{'peak MiB':{width}}{peaks}")
     if both:
         lines += [
             "",
-            "ratio: time on engine CAFFE (lowering image by image, then NumPy's BLAS) over time "
-            "on bedstone;",
+            f"ratio: {OTHERS[timing.other][1]}",
             "paper: Caffe over Caffe with cuDNN v1 (CaffeNet, batch 256, Tesla K40; Table 4 of "
             "arXiv 1410.0759)",
         ]
     return "\n".join(lines)
+
+
+def _place(timing: Timing) -> str:
+    """The device, and what else the numbers depend on."""
+    math = timing.machine.get("math")
+    return f"{timing.machine['device']}, " + (
+        f"float32 ({math})" if math else f"{timing.machine['threads']} threads"
+    )
 
 
 def _ratio(above: float, below: float) -> str:
@@ -331,8 +349,7 @@ def plot(timing: Timing, path: str) -> None:
     for axis, direction in zip(axes[1:], ("forward", "backward")):
         _plot_layers(axis, timing, direction)
     figure.suptitle(
-        f"{timing.network}, batch {timing.batch}, {timing.machine['device']}, "
-        f"{timing.machine['threads']} threads", fontsize=10,
+        f"{timing.network}, batch {timing.batch}, {_place(timing)}", fontsize=10,
     )  # fmt: skip
     figure.tight_layout()
     try:
@@ -343,7 +360,7 @@ def plot(timing: Timing, path: str) -> None:
         pyplot.close(figure)
 
 
-COLOURS = {"caffe": "#999999", "bedstone": "#3b6ea5", "paper": "#e08e2b"}
+COLOURS = {"caffe": "#999999", "torch": "#999999", "bedstone": "#3b6ea5", "paper": "#e08e2b"}
 
 
 def _plot_passes(axis: Any, timing: Timing) -> None:
@@ -356,12 +373,12 @@ def _plot_passes(axis: Any, timing: Timing) -> None:
     else:
         ours = [timing.ratio(name) or 0.0 for name in names]
         for direction, times in timing.convolutions().items():
-            ours.append(times["caffe"] / times["bedstone"])
+            ours.append(times[timing.other] / times["bedstone"])
             names += (f"conv.\n{direction}",)
         place = np.arange(len(names))
         paper = [before / after for before, after in PAPER.values()]
         for shift, values, label, colour in (
-            (-0.2, ours, "bedstone over engine CAFFE", "bedstone"),
+            (-0.2, ours, f"bedstone over {OTHERS[timing.other][0]}", "bedstone"),
             (0.2, paper, "the paper, K40, batch 256", "paper"),
         ):
             bars = axis.bar(
