@@ -4,8 +4,8 @@ A row is (BM, BK, BC, stages, consumers, resident, rate, tail): output pixels x 
 tile and reduced channels a step (backward_filter: filters x channels a tile and pixels a step),
 stages of the ring, consumers of four warps, programs that share a multiprocessor, TFLOP/s of the
 whole chip inside the main loop, and microseconds that a tile spends outside of it. The 16-bit rows
-were fitted to some 3,000 timings of ResNet-50's, VGG-19's and DeepBench's layers on an H200, the
-others to bench/gpu_check_gluon.py --tiles.
+were fitted to the timings in bench/results/h200-tiles-bfloat16.csv, the others to
+bench/gpu_check_gluon.py --tiles.
 """
 
 from __future__ import annotations
