@@ -57,6 +57,19 @@ def test_in_place_is_the_same(kind, more):
         np.testing.assert_allclose(apart, in_place, rtol=1e-5, atol=1e-6)
 
 
+def test_a_layer_reads_memory_that_is_shared_with_it_later():
+    kind, more, shapes = CASES[0]
+    nets = [network(layer(kind, more), shapes) for _ in range(2)]
+    x = np.random.default_rng(7).standard_normal(shapes[0])
+    nets[1].learnable_params[0].data[...] *= -2
+    before, other = (net.forward(a=x)["y"].copy() for net in nets)
+    nets[0].share_trained_layers_with(nets[1])
+    assert np.abs(before - other).max() > 0.1
+    np.testing.assert_array_equal(nets[0].forward()["y"], other)
+    nets[1].learnable_params[0].data[...] *= -0.5
+    np.testing.assert_array_equal(nets[0].forward()["y"], before)
+
+
 def test_a_product_is_added_in_parts(monkeypatch):
     rng = np.random.default_rng(6)
     a, b, total = (rng.integers(-9, 10, shape).astype(float) for shape in ((7, 4), (4, 5), (7, 5)))

@@ -44,7 +44,7 @@ class Memory:
 
     def wrote(self, space: Host) -> None:
         """What a space has is newer than elsewhere, if it has got it at all."""
-        if space in self._newest:
+        if len(self._newest) > 1 and space in self._newest:
             self._newest = {space}
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -43,12 +44,18 @@ class Kernel:
     def __init__(self, engines: Engines, plan: Plan, space: Host) -> None:
         self._engines, self._plan, self._space = engines, plan, space
         self._size = plan.workspace_size
+        self._arrays: tuple[Any, ...] = ()
+        self._addresses: list[int] = []
 
     def __call__(self, *arrays: Any, alpha: float = 1.0, beta: float = 0.0) -> None:
         space = self._space
         workspace = self._engines.workspace(self._size, space) if self._size else 0
-        addresses = [space.address(array) for array in arrays]
-        self._plan(*addresses, workspace=workspace, alpha=alpha, beta=beta, stream=space.stream())
+        if not (self._arrays and all(map(is_, arrays, self._arrays))):
+            self._arrays = arrays  # (the last call's arrays lie where they lay: asking costs time)
+            self._addresses = [space.address(array) for array in arrays]
+        self._plan(
+            *self._addresses, workspace=workspace, alpha=alpha, beta=beta, stream=space.stream()
+        )
 
 
 class Engines:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,15 +21,20 @@ def wrong(param: Any, field: str, value: object, expected: str) -> InvalidDescri
     return InvalidDescriptor(f"{place}layer {param.name}: {field}", value, expected)
 
 
-@contextmanager
-def naming(param: Any) -> Iterator[None]:
+class naming:
     """Errors from within name the layer and its place, also those of what it calls."""
-    try:
-        yield
-    except InvalidDescriptor as error:
-        if f"layer {param.name}: " in error.argument:
-            raise
-        raise wrong(param, error.argument, error.value, error.expected) from None
+
+    def __init__(self, param: Any) -> None:
+        self.param = param
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, InvalidDescriptor):
+            return
+        if f"layer {self.param.name}: " not in error.argument:
+            raise wrong(self.param, error.argument, error.value, error.expected) from None
 
 
 class Layer:

@@ -302,11 +302,11 @@ class Net:
         if self.space is not HOST and not layer.shows_bottom:
             for blob in self.tops[i]:
                 blob.wrote("data", layer.space)
-        return sum(
-            weight * float(blob.on(HOST).data.sum())
-            for weight, blob in zip(layer.loss_weights, self.tops[i])
-            if weight
-        )
+        loss = 0.0
+        for weight, blob in zip(layer.loss_weights, self.tops[i]):
+            if weight:
+                loss += weight * float(blob.on(HOST).data.sum())
+        return loss
 
     def backward(self) -> None:
         """Run the layers' backward passes, last to first: diffs of blobs, and of parameters, to
