@@ -388,7 +388,7 @@ def _plot_passes(axis: Any, timing: Timing) -> None:
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set_ylabel("times as fast")
         axis.legend(fontsize=8)
-    axis.set_xticks(place, names)
+    axis.set_xticks(place, names, fontsize=8)
 
 
 def _plot_layers(axis: Any, timing: Timing, direction: str) -> None:
