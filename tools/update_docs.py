@@ -135,6 +135,24 @@ def jax_times() -> str:
     return "\n".join(rows)
 
 
+def paddle_models() -> str:
+    """Whole networks through PaddlePaddle, from the measurement that is kept."""
+    head, rows = read_csv(str(ROOT / "bench/results/cpu-paddle-models.csv"))
+    threads, device = head["paddle threads"], head["device"]
+    table = [
+        f"Images a second, and MiB beyond the loaded network, on {threads} threads of an {device}:",
+        "",
+        "| network | mode | batch | native | bedstone | times | native MiB | bedstone MiB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for native, ours in zip(rows[::2], rows[1::2]):
+        speeds = " | ".join(f"{float(row['items_per_second']):.2f}" for row in (native, ours))
+        peaks = " | ".join(f"{float(row['peak_mib']):.0f}" for row in (native, ours))
+        what = f"{ours['model']} | {ours['mode']} | {ours['batch']}"
+        table.append(f"| {what} | {speeds} | {float(ours['ratio']):.2f} | {peaks} |")
+    return "\n".join(table)
+
+
 def caffenet_table() -> str:
     """The paper's table, from the measurement that is kept."""
     found = json.loads((ROOT / "bench/results/caffe-caffenet.json").read_text(encoding="utf-8"))
@@ -179,6 +197,7 @@ PARTS = {
     ("docs/from_cudnn.md", "cudnn"): cudnn_table,
     ("docs/pytorch.md", "torch"): torch_table,
     ("docs/paddle.md", "paddle"): paddle_table,
+    ("docs/paddle.md", "paddle-models"): paddle_models,
     ("docs/jax.md", "jax"): jax_table,
     ("docs/jax.md", "jax-times"): jax_times,
     ("docs/caffe.md", "caffenet"): caffenet_table,
