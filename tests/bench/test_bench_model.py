@@ -43,6 +43,9 @@ class Fake:
     def counts(self):
         return self.own, self.own
 
+    def taken(self):
+        return f"{self.own} calls on bedstone"
+
 
 @pytest.fixture
 def fake(monkeypatch):
@@ -68,7 +71,7 @@ def test_rows_and_files(fake, tmp_path, capsys):
     assert head["fake"] == "1" and head["largest difference, nchw"] == "0"
     assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == len(rows)
     assert list(rows[0]) == list(model.ModelRow.__dataclass_fields__)
-    assert "bedstone" in capsys.readouterr().out
+    assert "calls on bedstone" in capsys.readouterr().out
 
 
 def test_a_wrong_result_is_an_error(fake, monkeypatch, capsys):

@@ -1,8 +1,9 @@
 """`bedstone bench model`: whole networks of a framework, on its kernels and on bedstone's in turns.
 
 A framework joins with a module `frameworks/<name>/bench.py` that has a class `Model`. Speeds are
-items (images) per second; the peak of memory is that of a process of its own for each side, beyond
-what it had before the first step. Both sides' results are compared before anything is timed.
+items (images, seconds of sound) per second; the peak of memory is that of a process of its own for
+each side, beyond what it had when the network was loaded: activations, workspaces, compiled kernels
+and caches of plans. Both sides' results are compared before anything is timed.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ def main(args: argparse.Namespace) -> int:
         for row in measure(model, args.framework, settings):
             rows.append(row)
             print(line(row), flush=True)
+        print(model.taken())
         differences[f"largest difference, {layout}"] = f"{difference:.2g}"
         head.update(model.versions)
         if difference > DIFFERENCE[args.dtype]:
@@ -165,8 +167,8 @@ def line(row: ModelRow) -> str:
 
 
 def peak(framework: str, settings: tuple[Any, ...], side: str) -> float | None:
-    """MiB that a process of its own needs at most for steps, beyond what it had before them; None
-    where the system does not tell (other than Linux) or the model is not on the CPU."""
+    """MiB that a process of its own needs at most for steps, beyond the loaded network; None where
+    the system does not tell (other than Linux) or the model is not on the CPU."""
     if settings[-1] != "cpu" or not Path("/proc/self/status").exists():
         return None
     words = [sys.executable, "-m", __name__, json.dumps([framework, settings, side])]
@@ -188,10 +190,11 @@ def _status(key: str) -> float:
 
 def _peak_here(framework: str, settings: list[Any], side: str) -> float:
     model = load(framework)(*settings)
+    before = _status("VmRSS")
     with model.side(side):
-        model.result()  # compiling is no part of it
+        model.step()  # what compiling needs for a while is no part of it
+        timing.give_back_freed_memory()
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # start the peak afresh
-        before = _status("VmRSS")
         for _ in range(STEPS_FOR_MEMORY):
             model.step()
     return _status("VmHWM") - before

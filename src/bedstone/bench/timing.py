@@ -44,6 +44,12 @@ def keep_freed_memory() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+def give_back_freed_memory() -> None:
+    """Have glibc return to the system what is freed now."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 def interleaved(
     calls: Sequence[Callable[[], object]],
     rounds: int = ROUNDS,

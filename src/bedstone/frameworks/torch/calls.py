@@ -235,7 +235,10 @@ def workspace_of(size: int, device: torch.device) -> Tensor:
 def _signature(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         return argument.shape, argument.stride(), argument.dtype, argument.device
-    return tuple(argument) if isinstance(argument, list) else argument
+    return tuple(argument)
+
+
+_NOT_ALONE = (Tensor, list)
 
 
 @dataclass
@@ -250,6 +253,29 @@ class Settings:
 
 
 settings = Settings()
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """PyTorch's own kernel of an operator.
+
+    `inner` is another operator's, which `kernel` only calls with `more` arguments: to call that one
+    at once spares a way through the dispatcher, and through our own entry there.
+    """
+
+    kernel: Any
+    inner: Any = None
+    more: tuple[Any, ...] = ()
+
+    def call(self, keyset: Any, arguments: Sequence[Any], keywords: Any) -> Any:
+        """Its result; what it calls in turn is left alone."""
+        _local.native += 1
+        try:
+            if self.inner is not None:
+                return self.inner.call_boxed(keyset, *arguments, *self.more)
+            return self.kernel.call_boxed(keyset, *arguments, **keywords)
+        finally:
+            _local.native -= 1
 
 
 class Operator:
@@ -278,17 +304,17 @@ class Operator:
         """Decide anew from now on."""
         self._kinds.clear()
 
-    def call(self, native: Any, keyset: Any, arguments: Sequence[Any], keywords: Any) -> Any:
+    def call(self, native: Kernel, keyset: Any, *arguments: Any, **keywords: Any) -> Any:
         """The operator's result, ours or PyTorch's."""
         if _local.native or torch._C._get_tracing_state() is not None:
             # A traced graph must hold the operator itself, and what it calls.
-            return native.call_boxed(keyset, *arguments, **keywords)
+            return native.kernel.call_boxed(keyset, *arguments, **keywords)
         if settings.active is not None and not settings.active():
             return self._native(native, keyset, arguments, keywords, "outside of the layers named")
         if self.pointwise and arguments[0].numel() < settings.least:
             reason = f"fewer than {settings.least} elements"
             return self._native(native, keyset, arguments, keywords, reason)
-        key = tuple([_signature(a) for a in arguments])
+        key = tuple([_signature(a) if isinstance(a, _NOT_ALONE) else a for a in arguments])
         if keywords:
             key += tuple(keywords.values())
         known = self._kinds.get(key)
@@ -304,7 +330,7 @@ class Operator:
         return self._own(known, native, keyset, arguments, keywords)
 
     def _own(
-        self, known: Ready, native: Any, keyset: Any, arguments: Sequence[Any], keywords: Any
+        self, known: Ready, native: Kernel, keyset: Any, arguments: Sequence[Any], keywords: Any
     ) -> Any:
         report.own(self.name, known.key)
         if settings.watch is not None:
@@ -312,28 +338,20 @@ class Operator:
         return known.run(arguments)
 
     def _native(
-        self, native: Any, keyset: Any, arguments: Sequence[Any], keywords: Any, reason: str
+        self, native: Kernel, keyset: Any, arguments: Sequence[Any], keywords: Any, reason: str
     ) -> Any:
         report.native(self.name, reason)
-        return self._plain(native, keyset, arguments, keywords)
-
-    @staticmethod
-    def _plain(native: Any, keyset: Any, arguments: Sequence[Any], keywords: Any) -> Any:
-        _local.native += 1
-        try:
-            return native.call_boxed(keyset, *arguments, **keywords)
-        finally:
-            _local.native -= 1
+        return native.call(keyset, arguments, keywords)
 
     def _first(
-        self, native: Any, keyset: Any, arguments: Sequence[Any], keywords: Any, key: Any
+        self, native: Kernel, keyset: Any, arguments: Sequence[Any], keywords: Any, key: Any
     ) -> Any:
         """A kind of call that has not been seen."""
         given, made = None, None
         if self._results is not None:
             made = self._results(arguments)
         if made is None:
-            given = self._plain(native, keyset, arguments, keywords)
+            given = native.call(keyset, arguments, keywords)
         known: Ready | Waiting | str
         try:
             known = self._describe(arguments, keywords, given, made)
@@ -348,11 +366,11 @@ class Operator:
             return self._own(known, native, keyset, arguments, keywords)
         report.native(self.name, known if isinstance(known, str) else WAITING)
         if given is None:
-            return self._plain(native, keyset, arguments, keywords)
+            return native.call(keyset, arguments, keywords)
         return given
 
     def _decide(
-        self, kind: Waiting, native: Any, keyset: Any, arguments: Sequence[Any], keywords: Any,
+        self, kind: Waiting, native: Kernel, keyset: Any, arguments: Sequence[Any], keywords: Any,
         key: Any,
     ) -> Ready | str:  # fmt: skip
         """Compile a kind, and keep it if it is the quicker."""
@@ -395,7 +413,7 @@ class Operator:
         return [*arguments, *rest], {**defaults, **keywords}
 
     def _quicker(
-        self, ready: Ready, native: Any, keyset: Any, arguments: Sequence[Any], keywords: Any
+        self, ready: Ready, native: Kernel, keyset: Any, arguments: Sequence[Any], keywords: Any
     ) -> Ready | str:
         """Ours if it is the quicker of the two, measured on these tensors; on copies of them where
         the operator writes to its arguments."""
@@ -403,11 +421,11 @@ class Operator:
             arguments = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
         with torch.no_grad():
             ours = measure(lambda: ready.run(arguments), arguments)
-            theirs = measure(lambda: self._plain(native, keyset, arguments, keywords), arguments)
+            theirs = measure(lambda: native.call(keyset, arguments, keywords), arguments)
         return ready if ours <= theirs else SLOWER
 
     def _watched(
-        self, known: Ready, native: Any, keyset: Any, arguments: Sequence[Any], keywords: Any
+        self, known: Ready, native: Kernel, keyset: Any, arguments: Sequence[Any], keywords: Any
     ) -> Any:
         pure = self._results is None
         watch = settings.watch
@@ -418,9 +436,7 @@ class Operator:
                     self,
                     known,
                     lambda: measure(lambda: known.run(arguments), arguments),
-                    lambda: measure(
-                        lambda: self._plain(native, keyset, arguments, keywords), arguments
-                    ),
+                    lambda: measure(lambda: native.call(keyset, arguments, keywords), arguments),
                 )
             finally:
                 settings.watch = watch

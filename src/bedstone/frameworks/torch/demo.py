@@ -27,7 +27,7 @@ NEEDS = "pip install torchcrepe (without its torchaudio), and a CPU build of PyT
 def main(args: argparse.Namespace) -> int:
     """Track twice and compare; 1 if the pitches differ, 2 if a package is missing."""
     try:
-        torchcrepe = _torchcrepe()
+        torchcrepe = imported_torchcrepe()
     except ImportError as error:
         print(f"the demonstration needs {NEEDS} ({error})", file=sys.stderr)
         return 2
@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> int:
     return 0 if worst <= CENTS else 1
 
 
-def _torchcrepe() -> Any:
+def imported_torchcrepe() -> Any:
     """The package; it imports torchaudio, only to read files, and may do without."""
     if importlib.util.find_spec("torchaudio") is None:
         sys.modules.setdefault("torchaudio", types.ModuleType("torchaudio"))

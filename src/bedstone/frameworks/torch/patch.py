@@ -26,6 +26,9 @@ from bedstone.frameworks.torch.layers import Layers
 from bedstone.frameworks.torch.overrides import OPERATORS
 
 NAMES = {operator.name: operator for operator in OPERATORS}
+# benchmark, deterministic, enabled, allow_tf32: what `convolution` adds for `_convolution`, and
+# what no kernel of a CPU reads.
+CUDNN_FLAGS = (False, False, True, True)
 _lock = threading.RLock()
 _depth = 0
 _libraries: list[Any] = []
@@ -164,11 +167,11 @@ def _install(chosen: Iterable[Operator]) -> None:
                 native = torch.library.get_kernel(f"aten::{operator.name}", key)
             except RuntimeError:  # this version or device has no such operator
                 continue
-            run = functools.partial(_run, operator, native)
+            kept = calls.Kernel(native)
+            if (operator.name, key) == ("convolution", "CPU"):
+                inner = torch.library.get_kernel("aten::_convolution", key)
+                kept = calls.Kernel(native, inner, CUDNN_FLAGS)
+            run = functools.partial(operator.call, kept)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that a kernel is overridden
                 library.impl(operator.name, run, key, with_keyset=True)
-
-
-def _run(operator: Operator, native: Any, keyset: Any, *arguments: Any, **keywords: Any) -> Any:
-    return operator.call(native, keyset, arguments, keywords)
