@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
-    "Net", "Solver", "current_device", "set_device", "set_mode_cpu", "set_mode_gpu",
+    "Classifier", "Net", "Solver", "Transformer", "current_device", "set_device", "set_mode_cpu",
+    "set_mode_gpu",
 ]  # fmt: skip
 
 
@@ -25,6 +26,10 @@ def __getattr__(name: str) -> Any:
         from bedstone.frameworks.caffe.solver import Solver
 
         return Solver
+    if name in ("Classifier", "Transformer"):
+        from bedstone.frameworks.caffe import classifying
+
+        return getattr(classifying, name)
     if name in __all__:
         from bedstone.frameworks.caffe import spaces
 
