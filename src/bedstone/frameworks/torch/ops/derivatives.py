@@ -9,7 +9,6 @@ rules level by level.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+# Each goes before custom_op's own kernel at "Autograd", which older versions let nobody replace.
+AUTOGRAD_KEYS = ("AutogradCPU", "AutogradCUDA", "AutogradMeta")
 # Kept as long as the process: a library that is dropped takes its kernels with it.
 _library = torch.library.Library("bedstone", "IMPL")
 
@@ -78,8 +79,9 @@ def differentiable(
     Derivatives.__name__ = f"{op._name}_derivatives"
 
     def at_autograd(keys: Any, *given: Any) -> Any:
-        wanted = torch.is_grad_enabled() and torch._C._any_requires_grad(*given)
-        if wanted or any(_is_dual(a) for a in given[:tensors]):
+        given_tensors = [a for a in given[:tensors] if isinstance(a, Tensor)]
+        wanted = torch.is_grad_enabled() and any(a.requires_grad for a in given_tensors)
+        if wanted or any(_is_dual(a) for a in given_tensors):
             return Derivatives.apply(*given, keys)
         with torch._C._AutoDispatchBelowAutograd():
             return _below(overload, keys, given)
@@ -87,9 +89,8 @@ def differentiable(
     def in_front(*given: Any) -> Any:
         return Derivatives.apply(*given, None)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that custom_op's own kernel at this key is overridden
-        _library.impl(op._name, at_autograd, "Autograd", with_keyset=True)
+    for key in AUTOGRAD_KEYS:
+        _library.impl(op._name, at_autograd, key, with_keyset=True)
     _library.impl(op._name, in_front, "FuncTorchDynamicLayerFrontMode")
 
 
@@ -112,5 +113,5 @@ def _below(overload: Any, keys: Any, given: Any) -> Any:
     return overload.redispatch(keys & torch._C._after_autograd_keyset, *given)
 
 
-def _is_dual(argument: Any) -> bool:
-    return isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None
+def _is_dual(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None
