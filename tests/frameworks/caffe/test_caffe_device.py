@@ -6,6 +6,10 @@ The device is PyTorch's own CPU arrays with the CPU's plans, so that all of it r
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -264,3 +268,30 @@ def test_a_peer_that_computes_something_else_is_refused(device):
     network.parameters["ip"][0].data[0] += 1e-3
     with pytest.raises(InvalidDescriptor, match="ip.*apart by"):
         timing_device.compare(ours, network, "ieee")
+
+
+INTERPRETED = """
+import numpy as np
+from bedstone.frameworks.caffe import Net, io, schema
+
+TEXT = '''
+layer { name: "a" type: "Input" top: "a" input_param { shape { dim: 1 dim: 2 dim: 4 dim: 3 } } }
+layer { name: "n" type: "LRN" bottom: "a" top: "n" lrn_param { alpha: 0.1 local_size: 3 } }
+layer { name: "r" type: "ReLU" bottom: "n" top: "n" }
+layer { name: "d" type: "Dropout" bottom: "n" top: "d" }
+'''
+values = np.random.default_rng(0).standard_normal((1, 2, 4, 3))
+nets = [Net(io.parse_text(TEXT, schema.NetParameter), gpu=gpu, seed=1) for gpu in (0, None)]
+ours, theirs = (net.forward(a=values)["d"] for net in nets)
+np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+print({row.what.partition(":")[0] for row in nets[0].engines.rows if row.engine == "bedstone"})
+"""
+
+
+def test_a_network_runs_on_the_gpus_kernels_in_the_interpreter():
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", INTERPRETED], capture_output=True, text=True,
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}, check=False,
+    )  # fmt: skip
+    assert done.stdout == "{'triton'}\n", done.stdout + done.stderr[-2000:]
