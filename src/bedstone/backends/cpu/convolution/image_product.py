@@ -143,6 +143,7 @@ PACK_FLOPS = {
     True: 12.0,
     False: 100.0,
 }  # of the peak rate, per patch element: neighbours? gathered?
+FILTER_FLOPS = 150.0  # packing a filter's element
 TILE_CYCLES = 100.0  # around the products of a tile and chunk: with 9 products they take 3/4
 
 
@@ -159,7 +160,7 @@ def work(problem: ConvolutionProblem, target: Target) -> float:
     phases = sum(1 for phase in g.phases if phase.taps)
     tiles = phases * g.groups * plan.pixel_panels * plan.filter_panels * plan.chunks
     around = tiles * TILE_CYCLES * 4 * plan.tile.lanes  # two multiply-adds a cycle
-    packing = (pixels * passes + outer) * PACK_FLOPS[step == item]
+    packing = pixels * passes * PACK_FLOPS[step == item] + outer * FILTER_FLOPS
     return around + depth * (2.0 * pixels * outer + packing)
 
 

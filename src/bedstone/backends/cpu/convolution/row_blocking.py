@@ -29,7 +29,7 @@ SCRATCH_BYTES_MAX = 1536 * KIB
 MOST_VECTORS = 6  # of a tile; more rows share a load better
 FMA_LATENCY = 4  # cycles, about
 TILE_CYCLES = 30.0  # around the products of a tile: call, zeros, results
-COPY_FLOPS, PACK_FLOPS = 6.0, 20.0  # of the peak rate, per element of the image, of the filter
+COPY_FLOPS, PACK_FLOPS = 6.0, 150.0  # of the peak rate, per element of the image, of the filter
 
 
 @dataclass(frozen=True)

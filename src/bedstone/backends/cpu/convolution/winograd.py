@@ -50,9 +50,10 @@ FILTER_BYTES_MAX = 2 * MIB
 TILE_ROWS_MAX = 8  # micro-tiles of patches per task: beyond, filters are reused enough
 # Cost of moving one channel of one patch through its transform, and one filter, for 16 transform
 # points, in flops of the peak rate; keyed by "channels contiguous". Fitted to measurements.
-READ_FLOPS = {True: 300.0, False: 600.0}
-WRITE_FLOPS = {True: 400.0, False: 900.0}
-FILTER_FLOPS = 2000.0
+READ_FLOPS = {True: 250.0, False: 480.0}
+WRITE_FLOPS = {True: 330.0, False: 720.0}
+FILTER_FLOPS, FAR_FILTER_FLOPS = 400.0, 1200.0  # the second for more filters than FAR_BYTES
+FAR_BYTES = 4 * MIB
 PRODUCT_EFFICIENCY = 0.9
 FILTER_BLOCK = 4  # source channels a filter task takes: neighbours in memory share cache lines
 TASKS_PER_THREAD = 4  # fewer tasks than this leave threads idle at the end
@@ -411,6 +412,12 @@ class Emitter:
                 k.store(total.value, out, g.accumulator, offset=offset)
 
 
+def filter_flops(problem: ConvolutionProblem, filters: int) -> float:
+    """Cost of transforming so many filters of 3x3."""
+    far = problem.w.nbytes > FAR_BYTES
+    return filters * (FAR_FILTER_FLOPS if far else FILTER_FLOPS)
+
+
 class Winograd(Algorithm):
     """cpu:winograd_MxM_3x3."""
 
@@ -458,7 +465,7 @@ class Winograd(Algorithm):
         products = 2 * g.points * patches * inputs * outputs / PRODUCT_EFFICIENCY
         moved = groups * g.splits * inputs * READ_FLOPS[self._by_channel(g.source, g)]
         moved += outputs * WRITE_FLOPS[self._by_channel(g.target, g)]
-        filters = inputs * outputs * FILTER_FLOPS
+        filters = filter_flops(problem, inputs * outputs)
         flops = products + (patches * moved + filters) * g.points / 16
         busy = min(1.0, blocks * g.splits / get_num_threads())
         return cost.seconds(flops / busy, problem.bytes, g.accumulator, 2 * groups)

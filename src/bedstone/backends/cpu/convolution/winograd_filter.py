@@ -47,7 +47,7 @@ PARTIAL_BYTES_MAX = 2 * MIB
 EFFICIENCY = 0.8
 # Clearing the sums of one pair of channels, transforming them back and scattering the nine taps, in
 # flops of the peak rate: what decides where patches are few and channels many.
-FINISH_FLOPS = 3000.0
+FINISH_FLOPS = 1000.0
 
 
 @dataclass(frozen=True)

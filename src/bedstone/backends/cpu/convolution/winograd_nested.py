@@ -21,7 +21,6 @@ from bedstone.backends.cpu.builder import KernelBuilder
 from bedstone.backends.cpu.convolution.winograd import (
     FILTER,
     FILTER_BLOCK,
-    FILTER_FLOPS,
     ODD_LINE,
     PATCH_BYTES_MAX,
     PRODUCT_EFFICIENCY,
@@ -30,6 +29,7 @@ from bedstone.backends.cpu.convolution.winograd import (
     WRITE_FLOPS,
     Emitter,
     Geometry,
+    filter_flops,
     geometry,
     transform,
 )
@@ -208,7 +208,7 @@ class NestedWinograd(Algorithm):
         products = 2 * g.points * g.patches * inputs * outputs / PRODUCT_EFFICIENCY
         moved = inputs * READ_FLOPS[g.source.strides[1] == item]
         moved += outputs * WRITE_FLOPS[g.target.strides[1] == item]
-        flops = products + g.patches * moved + inputs * outputs * FILTER_FLOPS
+        flops = products + g.patches * moved + filter_flops(problem, inputs * outputs)
         return cost.seconds(flops, problem.bytes, g.accumulator, 2)
 
     def build(self, problem: Problem, device: Device) -> CompiledKernel:
