@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -55,7 +57,7 @@ def _jax_rows(x: np.ndarray, w: np.ndarray) -> list[tuple[str, float, str]]:
         import jax
     except ImportError:
         return []
-    import bedstone.frameworks.jax as on_bedstone
+    on_bedstone: Any = importlib.import_module("bedstone.frameworks.jax")
 
     sides = {
         "": lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME"),
