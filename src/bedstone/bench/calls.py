@@ -77,7 +77,7 @@ def _left_to_torch() -> list[tuple[str, float, str]]:
     """What PyTorch's small calls cost more while bedstone is patched under them and declines."""
     import torch
 
-    from bedstone.frameworks.torch import enable
+    enable = importlib.import_module("bedstone.frameworks.torch").enable
 
     if not hasattr(torch.library, "get_kernel"):
         return []
