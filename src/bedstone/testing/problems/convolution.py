@@ -48,6 +48,7 @@ SHAPES = (
     "n1c3h15w13k4r3p0l3",
     "n1c4h14k4r3s5lh2lw1uh1uw2ph2pw1",  # everything different by axis
     "n2c8h7k12r3p1g4",  # groups
+    "n1c44h5w8k38r3p1g2",  # groups of whole vectors and some more channels
     "n2c6h9k6r3p1g6",  # depthwise
     "n1c32h8k32r3p1g32",
     "n1c5h9k10r5p2u2g5",  # depthwise with two filters a channel and stride
@@ -93,6 +94,7 @@ EPILOGUES = (
     "n2c16h6k20r1 float32 bias activation=relu shift=0.5",
     "n1c8h9k16r3p1 float32 activation=leaky_relu:0.1:0.0 shift=-2.25 x=NHWC w=NHWC y=NHWC",
     "n1c4h6k4r3p1g4 float32 bias activation=clipped_relu shift=0.1",
+    "n1c32h5k36r3p1g2 float32 bias activation=relu",
 )
 MATH = ("tf32", "bf16", "bf16x3", "bf16x6", "fast")
 HALF_SHAPES = (

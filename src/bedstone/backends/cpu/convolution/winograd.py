@@ -148,6 +148,8 @@ class Geometry:
     panels: int  # NV-wide panels of target channels
     group: int  # panels whose transformed filters exist at one time
     splits: int  # tasks that share a block of patches, each with its own panels
+    groups: int = 1  # all else describes one of them
+    group_filter: int = 0  # bytes between their filters
     window: tuple[int, int] = (FILTER, FILTER)
     chunk: int = 1  # 3x3 pieces of a larger window whose channels one product sums
 
@@ -236,11 +238,14 @@ def geometry(problem: ConvolutionProblem, m: int, target: Target) -> Geometry:
     dtype, accumulator = str(problem.x.dtype), str(problem.x.dtype.accumulator)
     lanes, size = target.vector_bytes // itemsize(accumulator), itemsize(dtype)
 
+    groups = problem.conv.groups
+
     def image(desc: Any) -> Image:
         n, c, h, w = (s * size for s in desc.strides)
-        return Image(desc.dims[1], desc.dims[2], desc.dims[3], (n, c, h, w))
+        return Image(desc.dims[1] // groups, desc.dims[2], desc.dims[3], (n, c, h, w))
 
     wk, wc, wr, ws = (s * size for s in problem.w.strides)
+    group_filter = problem.w.dims[0] // groups * wk
     flip = problem.conv.mode == "convolution"
     pad = (problem.conv.padding[0][0], problem.conv.padding[1][0])
     source, destination = image(problem.x), image(problem.y)
@@ -264,6 +269,7 @@ def geometry(problem: ConvolutionProblem, m: int, target: Target) -> Geometry:
     return Geometry(
         m, problem.x.dims[0], source, destination, pad, (wk, wc, wr, ws), flip, dtype,
         accumulator, lanes, vectors, rows, blocks * rows, panels, group, splits,
+        groups, group_filter,
     )  # fmt: skip
 
 
@@ -286,7 +292,8 @@ class Emitter:
             filters, out = arrays["w"], call.pointers[-1]
             bias = arrays.get("bias", 0)
             u = k.scratch(g.group * g.panel_bytes)
-            with k.loop(0, g.panels, g.group) as first:
+            with k.loop(0, g.groups) as number, k.loop(0, g.panels, g.group) as first:
+                source, filters, bias, out = self._of_group(number, source, filters, bias, out)
                 live = k.min(g.panels - first, g.group)
                 self._filters(filters, u, first, live, call.threads)
                 blocks = -(-g.patches // g.block)
@@ -308,6 +315,20 @@ class Emitter:
                                 (source, filters, bias, out), call,
                             )  # fmt: skip
         return k
+
+    def _of_group(self, number: Any, source: Any, filters: Any, bias: Any, out: Any) -> Any:
+        """The operands of one group."""
+        g = self.g
+        if g.groups == 1:
+            return source, filters, bias, out
+        if self.problem.epilogue.bias:
+            bias = bias + number * (g.target.channels * itemsize(g.dtype))
+        return (
+            source + number * (g.source.channels * g.source.strides[1]),
+            filters + number * g.group_filter,
+            bias,
+            out + number * (g.target.channels * g.target.strides[1]),
+        )
 
     def _filters(self, w: Any, u: Any, first: Any, live: Any, threads: Any) -> None:
         """u[panel][point][c][width] = G w G^T for the `live` panels from `first`."""
@@ -436,8 +457,6 @@ class Winograd(Algorithm):
         conv = problem.conv
         if conv.stride != (1, 1) or conv.dilation != (1, 1):
             return f"stride {conv.stride} and dilation {conv.dilation} must be 1"
-        if conv.groups != 1:
-            return "one group only"
         if self.m == 4 and problem.x.dtype == "float32" and problem.math == "ieee":
             return "its error in float32 is above float32 level; math='fast' allows it"
         for name in ("x", "y"):
@@ -450,6 +469,9 @@ class Winograd(Algorithm):
         lanes = target.vector_bytes // problem.x.dtype.accumulator.itemsize
         if lanes < QUAD:
             return f"vectors of {lanes} elements are too short for its transforms"
+        fewest = min(problem.w.dims[0] // conv.groups, problem.w.dims[1])
+        if conv.groups > 1 and fewest < lanes:
+            return f"groups of {fewest} channels do not fill its vectors of {lanes}"
         if geometry(problem, self.m, target).panel_bytes > FILTER_BYTES_MAX:
             return "so many channels that its transformed filters do not fit on the chip"
         return None
@@ -460,15 +482,16 @@ class Winograd(Algorithm):
         g = geometry(problem, self.m, Target.current())
         blocks = -(-g.patches // g.block)
         patches = blocks * g.block if g.patches < g.block else g.patches
-        groups = -(-g.panels // g.group)
+        rounds = -(-g.panels // g.group)
         inputs, outputs = g.source.channels, g.panels * g.width
         products = 2 * g.points * patches * inputs * outputs / PRODUCT_EFFICIENCY
-        moved = groups * g.splits * inputs * READ_FLOPS[self._by_channel(g.source, g)]
+        moved = rounds * g.splits * inputs * READ_FLOPS[self._by_channel(g.source, g)]
         moved += outputs * WRITE_FLOPS[self._by_channel(g.target, g)]
         filters = filter_flops(problem, inputs * outputs)
         flops = products + (patches * moved + filters) * g.points / 16
         busy = min(1.0, blocks * g.splits / get_num_threads())
-        return cost.seconds(flops / busy, problem.bytes, g.accumulator, 2 * groups)
+        launches = 2 * rounds * g.groups
+        return cost.seconds(g.groups * flops / busy, problem.bytes, g.accumulator, launches)
 
     @staticmethod
     def _by_channel(image: Image, g: Geometry) -> bool:
