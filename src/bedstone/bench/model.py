@@ -190,6 +190,7 @@ def _status(key: str) -> float:
 
 def _peak_here(framework: str, settings: list[Any], side: str) -> float:
     model = load(framework)(*settings)
+    timing.give_back_freed_memory()
     before = _status("VmRSS")
     with model.side(side):
         model.step()  # what compiling needs for a while is no part of it
