@@ -409,6 +409,8 @@ def _cuts(total: int, step: int) -> list[int]:
 
 def blocking_of(problem: ConvolutionProblem, target: Target) -> tuple[View, Blocking] | None:
     """The view and the cut; None where the kernel cannot do the problem."""
+    if 0 in (problem.x.size, problem.w.size, problem.y.size):
+        return None
     v = view(problem)
     plan = v and blocking(v, str(problem.x.dtype.accumulator), target)
     return (v, plan) if v and plan else None
