@@ -29,7 +29,9 @@ class TorchNetwork:
         self.torch: Any = importlib.import_module("torch")
         self.net, self.math = net, math
         torch, space = self.torch, net.space
-        torch.backends.cudnn.benchmark = True
+        self._on_gpu = space.device.type == "cuda"  # PyTorch's switches are left alone elsewhere
+        if self._on_gpu:
+            torch.backends.cudnn.benchmark = True
         self.computing = [i for i, bottom in enumerate(net.bottoms) if bottom]
         self.parameters: dict[str, list[Any]] = {}
         for layer in net.layers:
@@ -156,6 +158,8 @@ class TorchNetwork:
     # Functions -----------------------------------------------------------------------------------
 
     def _switch(self) -> None:
+        if not self._on_gpu:
+            return
         backends = self.torch.backends
         backends.cudnn.allow_tf32 = backends.cuda.matmul.allow_tf32 = self.math == "tf32"
 
