@@ -135,12 +135,13 @@ def jax_times() -> str:
     return "\n".join(rows)
 
 
-def paddle_models() -> str:
-    """Whole networks through PaddlePaddle, from the measurement that is kept."""
-    head, rows = read_csv(str(ROOT / "bench/results/cpu-paddle-models.csv"))
-    threads, device = head["paddle threads"], head["device"]
+def models_table(framework: str) -> str:
+    """Whole networks through a framework, from the measurement that is kept."""
+    head, rows = read_csv(str(ROOT / f"bench/results/cpu-{framework}-models.csv"))
+    threads, device = head[f"{framework} threads"], head["device"]
+    items = head.get("items", "images").capitalize()
     table = [
-        f"Images a second, and MiB beyond the loaded network, on {threads} threads of an {device}:",
+        f"{items} a second, and MiB beyond the loaded network, on {threads} threads of {device}:",
         "",
         "| network | mode | batch | native | bedstone | times | native MiB | bedstone MiB |",
         "|---|---|---|---|---|---|---|---|",
@@ -196,8 +197,9 @@ PARTS = {
     ("docs/reference.md", "functional"): functional_reference,
     ("docs/from_cudnn.md", "cudnn"): cudnn_table,
     ("docs/pytorch.md", "torch"): torch_table,
+    ("docs/pytorch.md", "torch-models"): lambda: models_table("torch"),
     ("docs/paddle.md", "paddle"): paddle_table,
-    ("docs/paddle.md", "paddle-models"): paddle_models,
+    ("docs/paddle.md", "paddle-models"): lambda: models_table("paddle"),
     ("docs/jax.md", "jax"): jax_table,
     ("docs/jax.md", "jax-times"): jax_times,
     ("docs/caffe.md", "caffenet"): caffenet_table,
