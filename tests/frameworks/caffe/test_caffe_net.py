@@ -162,6 +162,19 @@ def test_weights_go_through_a_file(tmp_path):
     np.testing.assert_array_equal(other.learnable_params[0].data, net.learnable_params[0].data)
 
 
+@pytest.mark.parametrize("name", ["net.caffemodel", "net.caffemodel.h5"])
+def test_weights_by_pycaffes_names(tmp_path, name):
+    text = INPUT + product("p", "x", "y")
+    net, other, third = (net_of(text) for _ in range(3))
+    other.params["p"][0].data[...] = 0
+    net.save(tmp_path / name)
+    other.copy_from(tmp_path / name)
+    np.testing.assert_array_equal(other.params["p"][0].data, net.params["p"][0].data)
+    third.share_with(net)
+    net.params["p"][0].data[...] = 3
+    assert (third.params["p"][0].data == 3).all()
+
+
 def test_weights_that_do_not_fit(tmp_path):
     net, path = net_of(INPUT + product("p", "x", "y")), tmp_path / "net.caffemodel"
     with path.open("wb") as file:

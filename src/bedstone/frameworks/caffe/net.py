@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bedstone.frameworks.caffe import io, schema, upgrade, wire
+from bedstone.frameworks.caffe import io, schema, snapshots, upgrade, wire
 from bedstone.frameworks.caffe.blob import Blob, array_of
 from bedstone.frameworks.caffe.engines import Engines
 from bedstone.frameworks.caffe.hdf5_files import hdf5_file
@@ -376,6 +376,15 @@ class Net:
             for blob, theirs in zip(blobs, other.params.get(name, ())):
                 self._check_shape(name, blob, theirs)
                 blob.share_data(theirs)
+
+    # pycaffe's names
+    copy_from = copy_trained_layers_from
+    share_with = share_trained_layers_with
+
+    def save(self, path: str | Path) -> None:
+        """Write the parameters to a .caffemodel, or to HDF5 if the name ends in .h5; under another
+        name first, so that a file is whole or not there."""
+        snapshots.write_model(path, self)
 
     def _check_shape(
         self, name: str, blob: Blob, array: Any, where: str = "", param: Any = None
