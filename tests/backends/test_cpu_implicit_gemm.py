@@ -12,6 +12,7 @@ from bedstone.backends.cpu.convolution import implicit_gemm, row_blocking, tap_p
 from bedstone.backends.cpu.convolution.data_gradient import DataGradient
 from bedstone.backends.cpu.convolution.filter_gradient import FilterGradient
 from bedstone.backends.cpu.convolution.image_product import ImageProduct
+from bedstone.backends.cpu.convolution.row_gradient import RowGradient
 from bedstone.backends.cpu.convolution.row_product import RowProduct
 from bedstone.backends.cpu.convolution.tap_product import TapProduct
 from bedstone.backends.cpu.kernel import ENTRY, compiled
@@ -181,10 +182,16 @@ def test_choice_of_kernel(line, emitter):
         "backward_data n4c40h20k40r5",
         "backward_filter n9c6h30k20r3p1",  # slices of the pixels
         "backward_filter n2c64h12k64r3p1",
+        *(
+            f"backward_filter {shape} x=NHWC w=NHWC y=NHWC"
+            for shape in ("n9c6h30k20r3p1", "n2c64h12k64r3p1", "n4c32h28k48r1")
+        ),
     ],
 )
 def test_threads_do_not_change_the_result(line):
     problem = parse_problem(f"convolution {line} float32")
+    if "NHWC" in line:
+        assert implicit_gemm.kernel_of(problem, Target.current())[0] is RowGradient
     random = np.random.default_rng(0)
     arrays = [random.standard_normal(o.desc.dims).astype(np.float32) for o in problem.operands]
     plan = Handle("cpu").plan(problem, ALGORITHM)

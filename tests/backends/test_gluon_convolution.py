@@ -250,7 +250,7 @@ def test_halo_widths(out, width):
 def test_workspace_is_asked_for_only_where_it_is_used():
     found = problem("backward_filter n64c128h28k128r3p1 bfloat16 layout=NHWC")
     assert BY_NAME["implicit_gemm_ws"].workspace(found, DEVICE) == 0
-    work = BY_NAME["implicit_gemm_ws_split"].work(found, DEVICE)
+    work = filter_gradient.FilterSplit().work(found, DEVICE)
     assert work.workspace == (work.programs + work.tiles) * work.rows * work.columns * 4
     assert BY_NAME["implicit_gemm_ws_split"].workspace(found, DEVICE) == work.workspace
 

@@ -170,6 +170,22 @@ print(lent, b.get_num_threads())
     assert in_fresh_process(program, OMP_NUM_THREADS="2", **environment)[0] == seen
 
 
+def test_a_default_in_place_of_a_choice_leaves_the_choice_as_it_was():
+    program = """
+import bedstone as b
+seen = []
+for _ in range(2):  # nobody has chosen; then somebody has
+    b.set_default_num_threads(3, over_choice=True)
+    seen.append(b.get_num_threads())
+    b.set_default_num_threads(None)
+    b.set_default_num_threads(4)
+    seen.append(b.get_num_threads())
+    b.set_num_threads(7)
+print(*seen)
+"""
+    assert in_fresh_process(program, OMP_NUM_THREADS="2")[0] == "3 4 3 7"
+
+
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "2"])
 def test_wrong_default_number_of_threads(wrong):
     with pytest.raises(InvalidDescriptor, match="threads: got .*, expected an integer of 1 or"):

@@ -95,7 +95,7 @@ def _from_environment() -> Config:
 
 
 _process: Config | None = None
-_threads_chosen = False  # by BEDSTONE_NUM_THREADS or set_num_threads, that is
+_chosen_threads = 0  # by BEDSTONE_NUM_THREADS or set_num_threads; 0: nobody has chosen
 _process_threads = ctypes.c_int64(0)  # the process's number of threads, for compiled code
 _current: ContextVar[Config | None] = ContextVar("bedstone_config", default=None)
 
@@ -107,18 +107,19 @@ def current() -> Config:
 
 
 def _of_process() -> Config:
-    global _threads_chosen
+    global _chosen_threads
     if _process is None:
         found = _from_environment()
-        _threads_chosen = bool(found.num_threads)
-        return _set_process(replace(found, num_threads=found.num_threads or _default_threads()))
+        _chosen_threads = found.num_threads
+        return _set_process(found, found.num_threads or _default_threads())
     return _process
 
 
-def _set_process(config: Config) -> Config:
+def _set_process(config: Config, threads: int) -> Config:
     global _process
-    _process, _process_threads.value = config, config.num_threads
-    return config
+    if config is not _process or config.num_threads != threads:  # (often nothing changes)
+        _process, _process_threads.value = replace(config, num_threads=threads), threads
+    return _process
 
 
 @contextlib.contextmanager
@@ -143,22 +144,25 @@ def config(**settings: object) -> Iterator[Config]:
 
 def set_num_threads(threads: int) -> None:
     """Number of CPU threads of every later call in this process (1 or more)."""
-    global _threads_chosen
+    global _chosen_threads
     if not isinstance(threads, int) or threads < 1:
         raise InvalidDescriptor("threads", threads, "an integer of 1 or more")
-    _set_process(replace(_of_process(), num_threads=threads))
-    _threads_chosen = True
+    _set_process(_of_process(), threads)
+    _chosen_threads = threads
 
 
-def set_default_num_threads(threads: int | None) -> None:
+def set_default_num_threads(threads: int | None, over_choice: bool = False) -> None:
     """Number of CPU threads where nobody has chosen one, neither by `set_num_threads` nor by
-    BEDSTONE_NUM_THREADS: a framework's own number, while bedstone serves it. None: the usual
-    default again."""
+    BEDSTONE_NUM_THREADS: a framework's own number, while bedstone serves it. None: the number that
+    was chosen, or the usual default, again.
+
+    over_choice  also in place of a number that was chosen before
+    """
     if threads is not None and (not isinstance(threads, int) or threads < 1):
         raise InvalidDescriptor("threads", threads, "an integer of 1 or more, or None")
     settings = _of_process()
-    if not _threads_chosen:
-        _set_process(replace(settings, num_threads=threads or _default_threads()))
+    found = threads if over_choice else None
+    _set_process(settings, found or _chosen_threads or threads or _default_threads())
 
 
 def get_num_threads() -> int:

@@ -10,12 +10,13 @@ de Geijn, "Anatomy of high-performance matrix multiplication", 2008; Van Zee, BL
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from bedstone.backends.cpu.builder import KernelBuilder
 from bedstone.backends.cpu.irtypes import I64, itemsize
 from bedstone.backends.cpu.target import Target
-from bedstone.backends.cpu.values import Int
+from bedstone.backends.cpu.values import IntLike
 
 TILE = "tile"
 UNROLL = 4
@@ -99,6 +100,21 @@ def computed_size(shape: tuple[int, int], lanes: int, rows: int, columns: int) -
     return computed * SHALLOW.get(shape, 1.0)
 
 
+def unrolled(
+    k: KernelBuilder, length: IntLike, unroll: int, step: Callable[[IntLike, int], None]
+) -> None:
+    """step(i, count) for `count` steps from i on, all `length` of them: `unroll` at a time, then
+    the rest, at once where its number is known."""
+    even = length - length % unroll
+    with k.loop(0, even, unroll) as i:
+        step(i, unroll)
+    if isinstance(length, int):
+        step(even, length - even)  # type: ignore[arg-type]
+    else:
+        with k.loop(even, length) as i:
+            step(i, 1)
+
+
 def emit_tile(k: KernelBuilder, tile: Tile, name: str = TILE) -> None:
     """The function name(a, b, c, depth, add): c = a b, or c += a b if add is not 0."""
     with k.function(name, I64, I64, I64, I64, I64) as (a, b, c, depth, add):
@@ -106,7 +122,8 @@ def emit_tile(k: KernelBuilder, tile: Tile, name: str = TILE) -> None:
         sums = [[k.variable(zero) for _ in range(tile.vectors)] for _ in range(tile.rows)]
         step = tile.lanes * tile.item
 
-        def products(a_at: Int, b_at: Int, unroll: int) -> None:
+        def products(i: IntLike, unroll: int) -> None:
+            a_at, b_at = a + i * tile.a_step_bytes, b + i * tile.step_bytes
             for u in range(unroll):
                 base = u * tile.step_bytes
                 right = [
@@ -121,11 +138,7 @@ def emit_tile(k: KernelBuilder, tile: Tile, name: str = TILE) -> None:
                     for total, vector in zip(row, right):
                         total.set(k.fma(left, vector, total.value))
 
-        even = depth - depth % UNROLL
-        with k.loop(0, even, UNROLL) as i:
-            products(a + i * tile.a_step_bytes, b + i * tile.step_bytes, UNROLL)
-        with k.loop(even, depth) as i:
-            products(a + i * tile.a_step_bytes, b + i * tile.step_bytes, 1)
+        unrolled(k, depth, UNROLL, products)
         places = [
             (total, (m * tile.vectors + j) * step)
             for m, row in enumerate(sums)

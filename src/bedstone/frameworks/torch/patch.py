@@ -9,7 +9,6 @@ replaces convolutions by an operator of its own, which is not overridden.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import threading
 import warnings
@@ -34,7 +33,6 @@ _depth = 0
 _libraries: list[Any] = []
 _layers: Layers | None = None
 _decided: tuple[Any, ...] = ()  # the options that what is known of kinds of calls depends on
-_threads = 0  # bedstone's, before the patch
 
 
 @contextlib.contextmanager
@@ -81,7 +79,7 @@ def patch(
     InvalidDescriptor for a name that is not known, and BedstoneError where PyTorch is too old
     (2.9).
     """
-    global _depth, _layers, _threads
+    global _depth, _layers
     chosen = _chosen(only, except_)
     if not isinstance(least, int) or least < 0:
         raise InvalidDescriptor("least", least, "a number of elements, 0 or more")
@@ -99,9 +97,7 @@ def patch(
             calls.settings.find, calls.settings.compile_after = find, compile_after
             calls.settings.active = None if _layers is None else _layers.active
             _forget_if_other((find, compile_after))
-            # Not those of a config() block around this call, which are the block's alone.
-            _threads = contextvars.Context().run(bedstone.get_num_threads)
-            bedstone.set_num_threads(torch.get_num_threads())
+            bedstone.set_default_num_threads(torch.get_num_threads(), over_choice=True)
             _install(chosen)
         _depth += 1
 
@@ -121,7 +117,7 @@ def unpatch() -> None:
                 _layers.remove()
                 _layers = None
             calls.settings.active = None
-            bedstone.set_num_threads(_threads)
+            bedstone.set_default_num_threads(None)
 
 
 def _forget_if_other(options: tuple[Any, ...]) -> None:

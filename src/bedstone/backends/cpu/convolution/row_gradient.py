@@ -27,6 +27,7 @@ from bedstone.backends.cpu.convolution.row_gradient_blocking import (
 )
 from bedstone.backends.cpu.convolution.row_gradient_packing import Chunk, Operand, Packer
 from bedstone.backends.cpu.kernel import ENTRY
+from bedstone.backends.cpu.microkernels import unrolled
 from bedstone.backends.cpu.packing import blend_strided
 from bedstone.backends.cpu.target import Target
 from bedstone.backends.cpu.values import Int, IntLike
@@ -340,14 +341,7 @@ class RowGradient:
         if isinstance(length, int) and length <= STRAIGHT and unroll > 1:
             step(0, length)
             return
-        even = length - length % unroll
-        with k.loop(0, even, unroll) as q:
-            step(q, unroll)
-        if isinstance(length, int):
-            step(even, length - even)
-        else:
-            with k.loop(even, length) as q:
-                step(q, 1)
+        unrolled(k, length, unroll, step)
 
     def _finish_tile(
         self, places: list[Any], dw: Int, channels: Int, filters: Int, alpha: Any, beta: Any

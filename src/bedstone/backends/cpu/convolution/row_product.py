@@ -17,6 +17,7 @@ from bedstone.backends.cpu.activation import emit_epilogue
 from bedstone.backends.cpu.builder import F64, I64, KernelBuilder, itemsize
 from bedstone.backends.cpu.convolution.row_blocking import View, blocking_of, views
 from bedstone.backends.cpu.kernel import ENTRY
+from bedstone.backends.cpu.microkernels import unrolled
 from bedstone.backends.cpu.packing import fill_zero, load_strided
 from bedstone.backends.cpu.shuffles import transposed
 from bedstone.backends.cpu.target import CACHE_LINE, Target
@@ -373,14 +374,7 @@ class _Phase:
                     for total, one in zip(row, wide):
                         total.set(k.fma(x, one, total.value))
 
-        even = length - length % UNROLL
-        with k.loop(0, even, UNROLL) as at:
-            products(at, UNROLL)
-        if isinstance(length, int):
-            products(even, length - even)
-        else:
-            with k.loop(even, length) as at:
-                products(at, 1)
+        unrolled(k, length, UNROLL, products)
 
     def _finish(
         self, places: list[Any], out: Int, bias: Int, left: Int, alpha: Any, beta: Any

@@ -229,32 +229,41 @@ class FilterSplit(FilterGradient):
     name = "gluon:implicit_gemm_ws_split"
 
 
-class ImplicitGemm(FilterGradient):
-    """All three directions: images by ImplicitGemmWs, filters in whole tiles."""
+class FilterWhole(FilterGradient):
+    """The general gradient by filter, a tile of dw in one run."""
 
     name = "gluon:implicit_gemm_ws"
     split = False
-    _images = ImplicitGemmWs()
+
+
+class ByDirection(Algorithm):
+    """Base of what is one algorithm to its users and two inside."""
+
+    images: Algorithm  # for forward and backward_data
+    filters: Algorithm  # for backward_filter
+
+    def _of(self, problem: Problem) -> Algorithm:
+        return self.filters if problem.direction == "backward_filter" else self.images
 
     def supports(self, problem: Problem, device: Device) -> str | None:
-        if getattr(problem, "direction", "") == "backward_filter":
-            return super().supports(problem, device)
-        return self._images.supports(problem, device)
+        return self._of(problem).supports(problem, device)
 
     def workspace(self, problem: Problem, device: Device) -> int:
-        if problem.direction == "backward_filter":
-            return super().workspace(problem, device)
-        return self._images.workspace(problem, device)
+        return self._of(problem).workspace(problem, device)
 
     def estimate(self, problem: Problem, device: Device) -> float:
-        if problem.direction == "backward_filter":
-            return super().estimate(problem, device)
-        return self._images.estimate(problem, device)
+        return self._of(problem).estimate(problem, device)
 
     def build(self, problem: Problem, device: Device) -> Kernel:
-        if problem.direction == "backward_filter":
-            return super().build(problem, device)
-        return self._images.build(problem, device)
+        return self._of(problem).build(problem, device)
+
+
+class ImplicitGemm(ByDirection):
+    """All three directions, each tile of the result in one run."""
+
+    name = "gluon:implicit_gemm_ws"
+    images = ImplicitGemmWs()
+    filters = FilterWhole()
 
 
 def filter_launch(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bedstone.backends.gluon.convolution import tiles
-from bedstone.backends.gluon.convolution.filter_gradient import FilterSplit
+from bedstone.backends.gluon.convolution.filter_gradient import ByDirection, FilterSplit
 from bedstone.backends.gluon.convolution.implicit_gemm_ws import (
     CHEAP_ACTIVATIONS,
     WARPS,
@@ -135,30 +135,12 @@ class ImageSplit(Algorithm):
         return choice
 
 
-class SplitGemm(FilterSplit):
-    """All three directions: images by ImageSplit, filters by FilterSplit."""
+class SplitGemm(ByDirection):
+    """All three directions, with the work of a tile in parts."""
 
-    _images = ImageSplit()
-
-    def supports(self, problem: Problem, device: Device) -> str | None:
-        if getattr(problem, "direction", "") == "backward_filter":
-            return super().supports(problem, device)
-        return self._images.supports(problem, device)
-
-    def workspace(self, problem: Problem, device: Device) -> int:
-        if problem.direction == "backward_filter":
-            return super().workspace(problem, device)
-        return self._images.workspace(problem, device)
-
-    def estimate(self, problem: Problem, device: Device) -> float:
-        if problem.direction == "backward_filter":
-            return super().estimate(problem, device)
-        return self._images.estimate(problem, device)
-
-    def build(self, problem: Problem, device: Device) -> Kernel:
-        if problem.direction == "backward_filter":
-            return super().build(problem, device)
-        return self._images.build(problem, device)
+    name = "gluon:implicit_gemm_ws_split"
+    images = ImageSplit()
+    filters = FilterSplit()
 
 
 def parts_at(problem: ConvolutionProblem) -> int:
