@@ -147,11 +147,21 @@ def test_load_of_others_is_seen() -> None:
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         time.sleep(1.0)
+        share = load.share()  # (a child that has been waited for is no other process)
     finally:
         busy.kill()
         busy.wait()
-    share = load.share()
     assert share is not None and share > 0.3 / (os.cpu_count() or 1)
+
+
+def test_children_that_were_waited_for_are_no_others() -> None:
+    before = machine.OtherLoad._now()
+    spin = "import time\nwhile time.process_time() < 1: pass"
+    subprocess.run([sys.executable, "-c", spin], check=True)
+    after = machine.OtherLoad._now()
+    if before is None or after is None:
+        pytest.skip("the system does not tell")
+    assert after[2] - before[2] >= 0.9  # of the second that the child took
 
 
 def test_interleaved_takes_turns() -> None:

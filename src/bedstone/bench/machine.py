@@ -71,14 +71,15 @@ class OtherLoad:
 
     @staticmethod
     def _now() -> tuple[float, float, float] | None:
-        """Seconds of the clock, of all processes, of this one; None where the system is silent."""
+        """Seconds of the clock, of all processes, of this one and of its children that have ended;
+        None where the system is silent."""
         try:
             words = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
         except OSError:
             return None
         user, nice, system, _, _, irq, soft, steal = (int(word) for word in words[1:9])
         busy = (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
-        return time.monotonic(), busy, time.process_time()
+        return time.monotonic(), busy, sum(os.times()[:4])
 
     def share(self) -> float | None:
         """Between 0 and 1; None where the system does not tell."""
