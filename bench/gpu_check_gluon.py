@@ -334,6 +334,8 @@ RANGES = {  # how values are made from normal ones: what float16 splitting must 
     "nan": lambda v: v.masked_fill(_uniform(v) < 1e-4, math.nan),
 }
 RANGE_SHAPES = ("n4c128h14k192r3p1", "n9c64h13k64r3p1", "n4c192h15k128r3p1u2", "n4c64h14k128r3")
+# Algorithms that keep float32's accuracy and range.
+CAREFUL = ("f16x3", "f16x3_split")
 EVEN_FILLS = ("huge", "tiny", "denormal", "inf", "nan")  # in one operand at a time
 
 
@@ -345,28 +347,34 @@ def _uniform(v):
 
 def check_ranges(bench):
     """float32's accuracy and range, whatever the data: [(case, verdict)]."""
-    torch, rows = bench.torch, []
+    rows = []
     for shape, direction in itertools.product(RANGE_SHAPES, DIRECTIONS):
         problem = problem_of(shape, direction, "float32", "layout=NHWC")
-        algorithm = next(a for a in takers(problem, bench.device) if "f16x3" in a.name)
-        if bench.options.algorithms not in algorithm.name:
-            continue
-        kernel = algorithm.build(problem, bench.device)
-        first, second = (o.name for o in problem.inputs)
-        for fill, make in RANGES.items():
-            for where in ((first,), (second,), (first, second)):
-                if fill in EVEN_FILLS and len(where) > 1:
-                    continue
-                if fill in ("inf", "nan") and not comparable(problem, where):
-                    continue
-                arrays = bench.inputs(problem, dict.fromkeys(where, make))
-                exact, terms = bench.reference(problem, arrays)
-                raw, out = bench.guarded(problem.outputs[0].desc)
-                name = problem.outputs[0].name
-                bench.call(kernel, problem, algorithm, {**arrays, name: out})
-                torch.cuda.synchronize()
-                rows.append((f"{shape} {direction} {fill} {'+'.join(where)}",
-                             verdict(bench, problem, out, exact, terms)))  # fmt: skip
+        for algorithm in takers(problem, bench.device):
+            if algorithm.name.endswith(CAREFUL) and bench.options.algorithms in algorithm.name:
+                rows += check_range(bench, problem, algorithm, f"{algorithm.name} {shape}")
+    return rows
+
+
+def check_range(bench, problem, algorithm, what):
+    """The same of one algorithm and problem."""
+    torch, direction, rows = bench.torch, problem.direction, []
+    kernel = algorithm.build(problem, bench.device)
+    first, second = (o.name for o in problem.inputs)
+    for fill, make in RANGES.items():
+        for where in ((first,), (second,), (first, second)):
+            if fill in EVEN_FILLS and len(where) > 1:
+                continue
+            if fill in ("inf", "nan") and not comparable(problem, where):
+                continue
+            arrays = bench.inputs(problem, dict.fromkeys(where, make))
+            exact, terms = bench.reference(problem, arrays)
+            raw, out = bench.guarded(problem.outputs[0].desc)
+            name = problem.outputs[0].name
+            bench.call(kernel, problem, algorithm, {**arrays, name: out})
+            torch.cuda.synchronize()
+            rows.append((f"{what} {direction} {fill} {'+'.join(where)}",
+                         verdict(bench, problem, out, exact, terms)))  # fmt: skip
     return rows
 
 

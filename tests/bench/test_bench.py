@@ -22,9 +22,8 @@ from bedstone.bench.operands import Operands
 from bedstone.bench.timing import interleaved
 from bedstone.plan.runtime import runtime_of
 
-CONVOLUTIONS = [
-    n for n in suites.names() if n not in ("pool", "softmax", "activation", "transform")
-]
+OTHERS = ("pool", "softmax", "activation", "transform", "bandwidth")
+CONVOLUTIONS = [n for n in suites.names() if n not in OTHERS]
 
 
 @pytest.mark.parametrize("suite", suites.names())
@@ -41,7 +40,7 @@ def test_convolution_suites_describe_problems(suite: str) -> None:
     assert all(problem.x.dims[0] == 1 for _, problem in found)
 
 
-@pytest.mark.parametrize("suite", ["pool", "softmax", "activation", "transform"])
+@pytest.mark.parametrize("suite", OTHERS)
 def test_other_suites_describe_problems(suite: str) -> None:
     assert list(suites.others(suites.read(suite), "float32"))
 

@@ -17,7 +17,8 @@ import bedstone
 from bedstone.bench.operands import Arrays
 
 Call = Callable[[], Any]
-GRAPH_CALLS = 20  # in a CUDA graph, so that launch gaps do not count
+GRAPH_CALLS = 20  # in a CUDA graph at most, so that launch gaps do not count
+GRAPH_SECONDS = 5e-3  # that such a graph need not last longer than
 CLOCK_SECONDS = 0.02
 
 
@@ -58,22 +59,28 @@ def clock(function: Call) -> float:
     torch: Any = importlib.import_module("torch")
     for _ in range(3):
         function()
-    torch.cuda.synchronize()
+    once = _elapsed(torch, function)
+    calls = max(1, min(GRAPH_CALLS, int(GRAPH_SECONDS / max(once, 1e-6))))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(GRAPH_CALLS):
+        for _ in range(calls):
             function()
     graph.replay()
     times: list[float] = []
     end = time.perf_counter() + CLOCK_SECONDS
     while not times or time.perf_counter() < end:
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        graph.replay()
-        last.record()
-        last.synchronize()
-        times.append(first.elapsed_time(last) * 1e-3 / GRAPH_CALLS)
+        times.append(_elapsed(torch, graph.replay) / calls)
     return statistics.median(times)
+
+
+def _elapsed(torch: Any, run: Call) -> float:
+    """Seconds on the GPU between an event before and one after."""
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    run()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) * 1e-3
 
 
 def _set_math(torch: Any, math: str) -> None:
