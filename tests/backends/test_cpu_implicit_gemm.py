@@ -64,6 +64,28 @@ def test_every_instruction_set(target, direction, shape, options):
     run(f"convolution {direction} {shape} {options}", beta=-1.0)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    "line, in_place",
+    [
+        ("n1c300h4w5k47r1", True),  # the last panel of outer channels starts early
+        ("n2c40h6w7k22r3s2p1g2", True),  # a row is (channel, tap); groups
+        ("n1c70h7k13r3p1 w=NHWC", True),  # a row is (tap, channel)
+        ("n1c70h7k13r3p1 mode=convolution", True),
+        ("n1c40h7k1r3", False),  # fewer outer channels than a tile's rows
+        ("n1c40h7k13r3 w=NCWH", True),  # taps are taken in the order they lie in
+        ("n1c40h7k13r3 w=1,117,39,13", False),
+    ],
+)
+def test_a_filter_whose_rows_lie_in_memory_is_read_in_place(line, in_place, dtype):
+    run(f"convolution forward {line} {dtype}")
+    run(f"convolution forward {line} {dtype} bias act=relu", beta=-1.0)
+    with config(algorithm=ALGORITHM):
+        told = Handle("cpu").plan(parse_problem(f"convolution forward {line} {dtype}")).explain()
+    assert ("reads the filter in place" in told) == in_place
+    assert ("packs the filter" in told) != in_place
+
+
 @pytest.mark.parametrize("emitter", [ImageProduct, DataGradient])
 @pytest.mark.parametrize("layout", ["", "x=NHWC w=NHWC y=NHWC", "x=NHWC", "y=NHWC"])
 @pytest.mark.parametrize("shape", [s for s in SHAPES_TRIED if "d" not in s])

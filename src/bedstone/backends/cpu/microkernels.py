@@ -39,6 +39,7 @@ class Tile:
     rows, vectors, lanes   of the tile; `dtype` is the type summed in
     depth                  the longest run of k that the packed operands hold
     by_steps               A is packed step by step too: one stream, however short the depth
+    a_row_bytes            A is read where it lies, its rows so far apart; 0: A is packed
     """
 
     rows: int
@@ -47,6 +48,7 @@ class Tile:
     depth: int
     dtype: str
     by_steps: bool = False
+    a_row_bytes: int = 0
 
     @property
     def columns(self) -> int:
@@ -58,9 +60,9 @@ class Tile:
 
     @property
     def row_bytes(self) -> int:
-        """From one row of a packed A to the next."""
-        if self.by_steps:
-            return self.item
+        """From one row of A to the next."""
+        if self.a_row_bytes or self.by_steps:
+            return self.a_row_bytes or self.item
         return -(-self.depth // self.lanes) * self.lanes * self.item
 
     @property
