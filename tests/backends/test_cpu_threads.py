@@ -1,7 +1,8 @@
-"""The worker pool: every task once, forks, concurrent callers, thread counts, exit."""
+"""The worker pool: every task once, forks, concurrent callers, thread counts, teams, exit."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -16,7 +17,13 @@ pytest.importorskip("llvmlite")
 
 from bedstone.backends.cpu.builder import KernelBuilder
 from bedstone.backends.cpu.kernel import compiled
-from bedstone.plan.config import config, get_num_threads, set_num_threads
+from bedstone.plan.config import (
+    config,
+    get_num_threads,
+    set_default_num_threads,
+    set_num_threads,
+)
+from bedstone.spec.errors import InvalidDescriptor
 
 TASKS, LINE = 500, 64
 SCRATCH = 4096
@@ -75,6 +82,63 @@ def test_two_callers_at_once():
         assert not thread.is_alive()
     for slots in results:
         assert (slots == 50).all()
+
+
+WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+PARALLEL = ctypes.CFUNCTYPE(None, WORK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+
+
+@pytest.fixture
+def team():
+    """Another runtime's threads while the test runs: the sizes of the teams that were asked for."""
+    sizes = []
+
+    @PARALLEL
+    def parallel(work, data, threads, flags):
+        sizes.append(threads)
+        others = [threading.Thread(target=work, args=(data,)) for _ in range(threads - 1)]
+        for thread in others:
+            thread.start()
+        work(data)
+        for thread in others:
+            thread.join()
+
+    set_default_num_threads(3, team=ctypes.cast(parallel, ctypes.c_void_p).value)
+    yield sizes
+    set_default_num_threads(None)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_each_task_runs_once_in_a_team(team, threads):
+    kernel, slots = counting_kernel(), np.zeros(TASKS, np.int64)
+    with config(num_threads=threads):
+        for _ in range(20):
+            run(kernel, slots)
+    assert (slots == 20).all()
+    assert team == [threads] * 20 * (threads > 1)  # one thread needs no team
+    set_default_num_threads(None)
+    run(kernel, slots)
+    assert len(team) == 20 * (threads > 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_child_leaves_the_team_to_its_parent(team):
+    kernel, slots = counting_kernel(), np.zeros(TASKS, np.int64)
+    with config(num_threads=2):
+        run(kernel, slots)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            run(kernel, slots)
+            os._exit(0 if (slots == 2).all() and len(team) == 1 else 1)
+        _, status = os.waitpid(child, 0)
+    assert os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0
+
+
+@pytest.mark.parametrize("wrong", [{"team": 0}, {"team": "x"}, {"threads": None, "team": 1}])
+def test_a_wrong_team_is_refused(wrong):
+    with pytest.raises(InvalidDescriptor, match="team: got .*, expected None, or with `threads`"):
+        set_default_num_threads(**{"threads": 2, **wrong})
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

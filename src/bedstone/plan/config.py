@@ -97,6 +97,7 @@ def _from_environment() -> Config:
 _process: Config | None = None
 _chosen_threads = 0  # by BEDSTONE_NUM_THREADS or set_num_threads; 0: nobody has chosen
 _process_threads = ctypes.c_int64(0)  # the process's number of threads, for compiled code
+_process_team = ctypes.c_int64(0)  # whose threads they are: see set_default_num_threads
 _current: ContextVar[Config | None] = ContextVar("bedstone_config", default=None)
 
 
@@ -151,15 +152,27 @@ def set_num_threads(threads: int) -> None:
     _chosen_threads = threads
 
 
-def set_default_num_threads(threads: int | None, over_choice: bool = False) -> None:
+def set_default_num_threads(
+    threads: int | None, over_choice: bool = False, team: int | None = None
+) -> None:
     """Number of CPU threads where nobody has chosen one, neither by `set_num_threads` nor by
     BEDSTONE_NUM_THREADS: a framework's own number, while bedstone serves it. None: the number that
     was chosen, or the usual default, again.
 
     over_choice  also in place of a number that was chosen before
+    team         whose threads they are. None: bedstone's own. Else the address of a function
+                 `void (*)(void (*work)(void *), void *data, unsigned threads, unsigned flags)` that
+                 calls `work(data)` in so many threads, itself among them, and returns when all have
+                 returned: what the OpenMP runtimes of GCC, LLVM and Intel export as GOMP_parallel.
+                 The threads of such a runtime spin on their cores for milliseconds after each use,
+                 so that next to them bedstone's own would wait for a core. A child of a fork has
+                 bedstone's own, since these runtimes do not outlive one.
     """
     if threads is not None and (not isinstance(threads, int) or threads < 1):
         raise InvalidDescriptor("threads", threads, "an integer of 1 or more, or None")
+    if team is not None and (not isinstance(team, int) or team < 1 or threads is None):
+        raise InvalidDescriptor("team", team, "None, or with `threads` a function's address")
+    _process_team.value = team or 0
     settings = _of_process()
     found = threads if over_choice else None
     _set_process(settings, found or _chosen_threads or threads or _default_threads())
@@ -179,6 +192,11 @@ def num_threads_address() -> int:
     """
     _of_process()
     return ctypes.addressof(_process_threads)
+
+
+def team_address() -> int:
+    """The address of an int64 that holds `set_default_num_threads`'s team, or 0."""
+    return ctypes.addressof(_process_team)
 
 
 def settings_table() -> list[tuple[str, str, str, str]]:

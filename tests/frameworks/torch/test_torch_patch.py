@@ -325,6 +325,28 @@ def test_find_measures_operators_in_place_on_copies():
     close(norm.running_mean, torch.full((4,), 0.1))
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
+def test_kernels_run_in_pytorchs_own_threads():
+    program = """
+        import os, torch
+        import bedstone.frameworks.torch as bt
+        def threads(): return len(os.listdir("/proc/self/task"))
+        torch.set_num_threads(2)
+        x, w = torch.randn(2, 32, 56, 56), torch.randn(64, 32, 3, 3)
+        y = torch.conv2d(x, w)
+        before = threads()
+        with bt.enable(find=False, compile_after=1):
+            for _ in range(3):
+                assert torch.allclose(torch.conv2d(x, w), y, atol=1e-3)
+        assert bt.report().own_calls == 3
+        print(threads() - before)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "0", done.stderr
+
+
 def test_unpatch_restores_the_processs_threads_whatever_block_it_is_in():
     before = bedstone.get_num_threads()
     with bedstone.config(num_threads=before + 3), bt.enable(**ALWAYS):

@@ -6,6 +6,9 @@ that has not woken when the tasks run out is not waited for: the caller takes it
 A second caller that finds the pool busy runs all its tasks on its own thread, so concurrent
 callers neither block each other nor oversubscribe the cores.
 
+While bedstone serves a framework, the threads may be those of the framework's OpenMP runtime, its
+team (`set_default_num_threads`): the pool's own stay asleep then.
+
 Scratch memory belongs to threads (a pthread key): it grows to the largest request, lives as long
 as its thread and is never shared. After a fork the child starts with no workers and makes new
 ones at its first phase.
@@ -15,6 +18,7 @@ The pool is itself emitted by the builder, so it needs Python only to be loaded.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 
@@ -34,6 +38,7 @@ from bedstone.backends.cpu.irtypes import I8, I32, I64, VOID
 from bedstone.backends.cpu.objects import LoadedObject, obtain
 from bedstone.backends.cpu.target import Target
 from bedstone.backends.cpu.values import Int, IntLike, Mask
+from bedstone.plan.config import team_address
 
 START_SYMBOL, FORK_SYMBOL = "bedstone_pool_start", "bedstone_pool_after_fork"
 MAX_WORKERS = 255
@@ -43,6 +48,7 @@ SIGNAL_SET_BYTES = 128
 
 # The pool's state, in bytes from its start; each group has cache lines of its own.
 BUSY, GENERATION, WORKERS = 0, 8, 16
+TEAM = 24  # the address of the word that names the team; 0: there is no such word
 JOB, FRAME, SCRATCH = 64, 72, 80
 COUNTER = 128
 KEYS = 192  # one pthread key for each kind of scratch
@@ -59,7 +65,7 @@ def runtime() -> LoadedObject:
     pool = obtain("thread pool", emit_pool)
     for name in (PARALLEL_SYMBOL, SCRATCH_SYMBOL):
         llvm.add_symbol(name, pool.address(name))
-    pool.function(START_SYMBOL, [])()
+    pool.function(START_SYMBOL, [ctypes.c_int64])(team_address())
     after_fork = pool.function(FORK_SYMBOL, [])
     os.register_at_fork(after_in_child=after_fork)
     # Workers stand in this code until the process ends: it must never be unloaded.
@@ -75,6 +81,7 @@ def emit_pool(target: Target) -> KernelBuilder:
     pool.emit_scratch()
     pool.emit_run()
     pool.emit_worker()
+    pool.emit_member()
     pool.emit_parallel()
     return pool.k
 
@@ -133,20 +140,22 @@ class Pool:
     # Functions -------------------------------------------------------------------------------
 
     def emit_start(self) -> None:
-        """Once a process, before anything else: make the scratch keys, freed with their thread."""
+        """start(team's word), once a process, before anything else: make the scratch keys, freed
+        with their thread."""
         k = self.k
         free = ir.Function(k.module, ir.FunctionType(VOID, [I64]), "free")
         k._declared["free"] = free
-        with k.function(START_SYMBOL, export=True):
+        with k.function(START_SYMBOL, I64, export=True) as (team,):
+            self.write(team, self.state + TEAM)
             for which in (JOB_SCRATCH, CALL_SCRATCH):
                 self.c("pthread_key_create", self.state + KEYS + 8 * which, self.address_of("free"))
 
     def emit_after_fork(self) -> None:
-        """In the child: the workers are gone, and whoever held the pool is too."""
+        """In the child: the workers and the team are gone, and whoever held the pool is too."""
         k = self.k
         with k.function(FORK_SYMBOL, export=True):
-            self.write(0, self.state + BUSY)
-            self.write(0, self.state + WORKERS)
+            for field in (BUSY, WORKERS, TEAM):
+                self.write(0, self.state + field)
 
     def emit_scratch(self) -> None:
         """i64 bedstone_scratch(which, bytes): this thread's block, made larger if need be."""
@@ -215,10 +224,19 @@ class Pool:
                     self.write(0, slot + SLEEPING)
                     self.c("pthread_mutex_unlock", slot + MUTEX)
                 with k.if_(self.swap(slot + GO, order.value, order.value + 1)):
-                    state = self.state
-                    fields = [self.read(state + field) for field in (JOB, FRAME)]
-                    k.call("run", *fields, state + COUNTER, self.read(state + SCRATCH))
+                    self._take_part()
                     self.write(order.value, slot + DONE, "release")
+
+    def emit_member(self) -> None:
+        """member(unused): the share of one thread of the team."""
+        with self.k.function("member", I64):
+            self._take_part()
+
+    def _take_part(self) -> None:
+        """Run a share of the phase that is published."""
+        state = self.state
+        fields = [self.read(state + field) for field in (JOB, FRAME)]
+        self.k.call("run", *fields, state + COUNTER, self.read(state + SCRATCH))
 
     def emit_parallel(self) -> None:
         """void bedstone_parallel(job, frame, tasks, threads, scratch bytes)."""
@@ -231,16 +249,43 @@ class Pool:
                 entered.set(k.select(self.enter(), 1, 0))
             with k.if_else(entered.value.ne(0)) as (together, alone):
                 with together:
-                    self._create_workers(helpers)
-                    helpers = k.min(helpers, self.read(self.state + WORKERS))
-                    order = self._give_orders(helpers, job, frame, scratch)
-                    k.call("run", job, frame, self.state + COUNTER, scratch)
-                    self._meet(helpers, order)
+                    self._publish(job, frame, scratch)
+                    team = self._team()
+                    with k.if_else(team.ne(0)) as (lent, own):
+                        with lent:
+                            self._run_in(team, helpers + 1)
+                        with own:
+                            self._create_workers(helpers)
+                            helpers = k.min(helpers, self.read(self.state + WORKERS))
+                            order = self._give_orders(helpers)
+                            k.call("run", job, frame, self.state + COUNTER, scratch)
+                            self._meet(helpers, order)
                     self.leave()
                 with alone, k.if_(tasks > 0):
                     counter = k.alloca(8)
                     self.write(0, counter)
                     k.call("run", job, frame, counter, scratch)
+
+    def _publish(self, job: Int, frame: Int, scratch: Int) -> None:
+        """Write down the phase for those who will take part in it."""
+        for value, field in ((job, JOB), (frame, FRAME), (scratch, SCRATCH), (0, COUNTER)):
+            self.write(value, self.state + field)
+
+    def _team(self) -> Int:
+        """The function that runs work in the team's threads, or 0."""
+        k = self.k
+        team = k.variable(self.read(self.state + TEAM))
+        with k.if_(team.value.ne(0)):
+            team.set(self.read(team.value))
+        return team.value
+
+    def _run_in(self, team: Int, threads: Int) -> None:
+        """The phase in the threads of the team, this one among them."""
+        k = self.k
+        type_ = ir.FunctionType(VOID, [I64, I64, I32, I32])
+        count, none = k.ir.trunc(threads.ir, I32), ir.Constant(I32, 0)
+        work, data = self.address_of("member").ir, ir.Constant(I64, 0)
+        k.ir.call(k.ir.inttoptr(team.ir, type_.as_pointer()), [work, data, count, none])
 
     def _create_workers(self, wanted: Int) -> None:
         """Make workers until there are `wanted`, or the system refuses."""
@@ -263,13 +308,11 @@ class Pool:
                 with not_made:
                     refused.set(Int(k, ir.Constant(I64, 1)))
 
-    def _give_orders(self, helpers: Int, job: Int, frame: Int, scratch: Int) -> Int:
-        """Publish the phase to the first `helpers` workers and wake those that sleep."""
+    def _give_orders(self, helpers: Int) -> Int:
+        """Order the first `helpers` workers to take part, and wake those that sleep."""
         k, state = self.k, self.state
         order = self.read(state + GENERATION) + 2
         self.write(order, state + GENERATION)
-        for value, field in ((job, JOB), (frame, FRAME), (scratch, SCRATCH), (0, COUNTER)):
-            self.write(value, state + field)
         with k.loop(0, helpers) as i:
             slot = state + SLOTS + i * SLOT_BYTES
             self.write(order, slot + GO, "seq_cst")

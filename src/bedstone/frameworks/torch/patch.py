@@ -9,10 +9,12 @@ replaces convolutions by an operator of its own, which is not overridden.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,7 +77,8 @@ def patch(
                    by the size of the problem
     least          elements under which softmax, activations and normalisation are left alone
 
-    Meanwhile bedstone has as many threads as PyTorch (`torch.get_num_threads()`). Raises
+    Meanwhile bedstone has as many threads as PyTorch (`torch.get_num_threads()`), and where that is
+    known PyTorch's own, those of its OpenMP runtime. Raises
     InvalidDescriptor for a name that is not known, and BedstoneError where PyTorch is too old
     (2.9).
     """
@@ -97,7 +100,8 @@ def patch(
             calls.settings.find, calls.settings.compile_after = find, compile_after
             calls.settings.active = None if _layers is None else _layers.active
             _forget_if_other((find, compile_after))
-            bedstone.set_default_num_threads(torch.get_num_threads(), over_choice=True)
+            threads, team = torch.get_num_threads(), _team()
+            bedstone.set_default_num_threads(threads, over_choice=True, team=team)
             _install(chosen)
         _depth += 1
 
@@ -118,6 +122,18 @@ def unpatch() -> None:
                 _layers = None
             calls.settings.active = None
             bedstone.set_default_num_threads(None)
+
+
+@functools.cache
+def _team() -> int | None:
+    """The function by which PyTorch's kernels start OpenMP's threads; None where they do not."""
+    folder = Path(torch.__file__).parent / "lib"
+    for path in folder.glob("*torch_cpu.*"):
+        with contextlib.suppress(OSError, AttributeError):
+            # A symbol of the runtime that this library is linked to, of whatever name.
+            parallel = ctypes.CDLL(str(path)).GOMP_parallel
+            return ctypes.cast(parallel, ctypes.c_void_p).value
+    return None
 
 
 def _forget_if_other(options: tuple[Any, ...]) -> None:
