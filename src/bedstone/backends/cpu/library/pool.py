@@ -45,6 +45,7 @@ def emit_pool(k: LibraryBuilder) -> None:
     pool = LibraryPool(k)
     pool.emit_run()
     pool.emit_worker()
+    pool.emit_member()  # (nobody names a team here)
     pool.emit_parallel()
     parallel = k.module.globals[PARALLEL_SYMBOL]
     parallel.linkage = "internal"
