@@ -130,9 +130,30 @@ def test_a_child_leaves_the_team_to_its_parent(team):
         if child == 0:
             signal.alarm(20)
             run(kernel, slots)
-            os._exit(0 if (slots == 2).all() and len(team) == 1 else 1)
+            set_default_num_threads(2, team=1)  # (an address that a call would not survive)
+            run(kernel, slots)
+            os._exit(0 if (slots == 3).all() and len(team) == 1 else 1)
         _, status = os.waitpid(child, 0)
     assert os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_child_that_loads_the_pool_itself_leaves_the_team_too():
+    program = """
+import os, signal
+import bedstone
+bedstone.set_default_num_threads(2, team=1)  # no kernel has run: the pool is not loaded
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    import numpy as np
+    x, w = np.ones((2, 8, 32, 32), np.float32), np.ones((8, 8, 3, 3), np.float32)
+    bedstone.convolution(x, w)
+    os._exit(0)
+print(os.waitpid(child, 0)[1])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "0", done.stderr
 
 
 @pytest.mark.parametrize("wrong", [{"team": 0}, {"team": "x"}, {"threads": None, "team": 1}])

@@ -98,6 +98,7 @@ _process: Config | None = None
 _chosen_threads = 0  # by BEDSTONE_NUM_THREADS or set_num_threads; 0: nobody has chosen
 _process_threads = ctypes.c_int64(0)  # the process's number of threads, for compiled code
 _process_team = ctypes.c_int64(0)  # whose threads they are: see set_default_num_threads
+_is_forked = False
 _current: ContextVar[Config | None] = ContextVar("bedstone_config", default=None)
 
 
@@ -172,7 +173,7 @@ def set_default_num_threads(
         raise InvalidDescriptor("threads", threads, "an integer of 1 or more, or None")
     if team is not None and (not isinstance(team, int) or team < 1 or threads is None):
         raise InvalidDescriptor("team", team, "None, or with `threads` a function's address")
-    _process_team.value = team or 0
+    _process_team.value = 0 if _is_forked else team or 0
     settings = _of_process()
     found = threads if over_choice else None
     _set_process(settings, found or _chosen_threads or threads or _default_threads())
@@ -197,6 +198,16 @@ def num_threads_address() -> int:
 def team_address() -> int:
     """The address of an int64 that holds `set_default_num_threads`'s team, or 0."""
     return ctypes.addressof(_process_team)
+
+
+def _leave_team() -> None:
+    """In the child of a fork, where the team's threads are gone: none, from now on."""
+    global _is_forked
+    _is_forked, _process_team.value = True, 0
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_team)
 
 
 def settings_table() -> list[tuple[str, str, str, str]]:

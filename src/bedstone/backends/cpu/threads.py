@@ -151,10 +151,10 @@ class Pool:
                 self.c("pthread_key_create", self.state + KEYS + 8 * which, self.address_of("free"))
 
     def emit_after_fork(self) -> None:
-        """In the child: the workers and the team are gone, and whoever held the pool is too."""
+        """In the child: the workers are gone, and whoever held the pool is too."""
         k = self.k
         with k.function(FORK_SYMBOL, export=True):
-            for field in (BUSY, WORKERS, TEAM):
+            for field in (BUSY, WORKERS):
                 self.write(0, self.state + field)
 
     def emit_scratch(self) -> None:
