@@ -44,8 +44,9 @@ class CLibrary(Algorithm):
             if problem.x is not None and problem.x.dtype is not problem.y.dtype:
                 return "one dtype only"
         elif isinstance(problem, ConvolutionProblem):
-            if problem.epilogue.activation is not None or problem.math != "ieee":
-                return "no activation, and one kind of mathematics"
+            epilogue = problem.epilogue
+            if epilogue.activation is not None or epilogue.shift or problem.math != "ieee":
+                return "no activation and no shift, and one kind of mathematics"
         elif isinstance(problem, SoftmaxProblem):
             rank = problem.x.rank
             if rank < 2 or problem.axes not in (channel_axes(rank), instance_axes(rank)):
