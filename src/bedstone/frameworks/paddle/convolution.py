@@ -133,7 +133,7 @@ class Convolution(Call):
     leading = 2
 
     @classmethod
-    def slower(cls, name: str, x: Tensor) -> str | None:
+    def slower(cls, name: str, x: Tensor, *rest: Any) -> str | None:
         least = LEAST_DEPTHWISE if name == "depthwise_conv2d" else LEAST
         return SMALL if math.prod(x.shape) < least else None
 
@@ -150,7 +150,7 @@ class Convolution(Call):
 
     def forward(self) -> tuple[Any, Sequence[Tensor]]:
         x, w = self.tensors
-        (y,) = launch((self.name, "forward"), _forward, (x, w), self.how)
+        (y,) = self.compute(_forward, (x, w), self.how)
         return y, (x, w)
 
     def gradient(self, index: int, saved: Sequence[Tensor], dy: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ class Transposed(Convolution):
     def forward(self) -> tuple[Any, Sequence[Tensor]]:
         x, w = self.tensors
         settings = (self.extra, self.given, *self.how)
-        (y,) = launch((self.name, "forward"), _transposed, (w, x), settings)
+        (y,) = self.compute(_transposed, (w, x), settings)
         return y, (x, w)
 
     def gradient(self, index: int, saved: Sequence[Tensor], dy: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from paddle import Tensor, _C_ops
 from paddle.base import core
 
 from bedstone.frameworks.paddle import threads
-from bedstone.frameworks.paddle.plans import CPU, HALVES
+from bedstone.frameworks.paddle.plans import CPU, HALF_BYTES
 
 # (index, saved tensors, dy, whether it is to be differentiated again) -> the gradient of the
 # argument of that index, and of others where they come with it
@@ -108,8 +108,16 @@ def refusal(message: str) -> RuntimeError:
     return error
 
 
+_numbers: dict[int, Tensor] = {}  # by dtype
+
+
 def _number(like: Tensor) -> Tensor:
-    return _C_ops.full([1], 0.0, like.dtype, CPU)
+    """A tensor of one element, which nobody writes to or reads."""
+    dtype = like.dtype
+    number = _numbers.get(id(dtype))
+    if number is None:
+        number = _numbers[id(dtype)] = _C_ops.full([1], 0.0, dtype, CPU)
+    return number
 
 
 def connect(record: Record, result: Tensor, wanted: Sequence[tuple[int, Tensor]]) -> Tensor:
@@ -118,17 +126,17 @@ def connect(record: Record, result: Tensor, wanted: Sequence[tuple[int, Tensor]]
     for index, tensor in wanted:
         branch = _C_ops.unsqueeze(tensor, [0])
         _number(result)._share_underline_tensor_to(branch)
-        branch.register_hook(lambda _, index=index: record.send(index))
+        branch._register_grad_hook(lambda _, index=index: record.send(index))
         branches.append(branch)
     if len(wanted) == 1:  # (a hook of its own, after the branch's)
         trunk = _C_ops.unsqueeze(branches[0], [0])
-    elif result.dtype in HALVES:  # (`add` knows no half types on the CPU)
+    elif result.element_size() == HALF_BYTES:  # (`add` knows no half types on the CPU)
         trunk = _C_ops.add_n(branches)
     else:  # Through `add` paddle.grad reaches those branches alone that it was asked for.
         trunk = functools.reduce(_C_ops.add, branches)
     dims = result.shape
     result._share_underline_tensor_to(trunk)
-    trunk.register_hook(record.receive)
+    trunk._register_grad_hook(record.receive)
     return _C_ops.reshape(trunk, dims)
 
 

@@ -104,7 +104,7 @@ class Normalization(Call):
     how: How
 
     @classmethod
-    def slower(cls, name: str, x: Tensor) -> str | None:
+    def slower(cls, name: str, x: Tensor, *rest: Any) -> str | None:
         return SMALL if math.prod(x.shape) < LEAST[name] else None
 
     def given(self) -> list[Tensor]:
@@ -123,8 +123,7 @@ class Normalization(Call):
         if running:
             self.parameters = DTYPES[running[0].dtype]
         settings = (self.how, self.affine, self.parameters, momentum, self.last)
-        label = (self.name, "forward")
-        y, *statistics = launch(label, _training, (x, *vectors), settings, running)
+        y, *statistics = self.compute(_training, (x, *vectors), settings, running)
         return y, (x, *vectors[: self.affine[0]], *statistics)
 
     def forward(self) -> tuple[Any, Sequence[Tensor]]:
@@ -216,18 +215,16 @@ class Batch(Normalization):
         self.by_given = bool(use_global or (test and not trainable))
         # (PaddlePaddle's gradient takes the running statistics then, whatever `trainable` says.)
         self.testing = bool(test or use_global)
-        for running in self.tensors[1:3]:
-            if not running.stop_gradient:
-                raise Native("running statistics that need a gradient")
 
     def forward(self) -> tuple[Any, Sequence[Tensor]]:
         x, mean, variance = self.tensors[:3]
+        if not (mean.stop_gradient and variance.stop_gradient):
+            raise Native("running statistics that need a gradient")
         self.kept = self.tensors[1:]
         if self.by_given:
             vectors = (*self.given(), mean, variance)
             settings = (self.how, self.affine, DTYPES[mean.dtype], self.last)
-            label = (self.name, "forward")
-            (y,) = launch(label, _inference, (x, *vectors), settings)
+            (y,) = self.compute(_inference, (x, *vectors), settings)
             statistics = [_C_ops.empty(mean.shape, mean.dtype, CPU) for _ in range(2)]
             saved: Sequence[Tensor] = (x, *statistics)
         else:

@@ -8,6 +8,7 @@ kernel, or the native operator and notes why.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,14 +22,29 @@ from paddle.jit.sot.opcode_translator.skip_files import skip_file_names
 import bedstone
 from bedstone.frameworks.paddle import report
 from bedstone.frameworks.paddle.gradients import Record, connect, refusal
-from bedstone.frameworks.paddle.plans import HALVES, Native, check
+from bedstone.frameworks.paddle.plans import (
+    HALF_BYTES,
+    Layout,
+    Maker,
+    Native,
+    Recipe,
+    described,
+    layout_of,
+    run,
+)
 
 Operator = Callable[..., Any]
+# What is known of an operator's kinds of calls, by layouts and attributes: a call that is copied
+# for each of the kind (`Call.again`), or the reason to leave them to PaddlePaddle.
+Known = dict[Any, "Call | str"]
+KINDS_KEPT = 4096  # of an operator, as many as a handle keeps plans
 
 
 class Policy:
-    """always: how many have asked for bedstone's kernels where PaddlePaddle's are as fast too."""
+    """asked: how many have asked for each operator; always: how many of them also where
+    PaddlePaddle's are as fast."""
 
+    asked: ClassVar[Counter[str]] = Counter()
     always = 0
 
 
@@ -50,7 +66,8 @@ core.eval_frame_skip_file_prefix((*skip_file_names, str(Path(bedstone.__file__).
 
 
 class Call:
-    """One call of an operator.
+    """One call of an operator. What is found out about its arguments is kept: `again` makes the
+    next call of the same kind, which has the same layouts and attributes.
 
     names    the operators of paddle._C_ops that the class understands
     leading  how many of their arguments are tensors, which come first
@@ -67,24 +84,50 @@ class Call:
     once: ClassVar[bool] = False
     keyword: ClassVar[str] = ""
 
-    def __init__(self, name: str, native: Operator, arguments: Sequence[Any]) -> None:
-        self.name, self.native = name, native
-        self.tensors = tuple(arguments[: self.leading])
-        self.rest = tuple(arguments[self.leading :])
-        tensors = enumerate(self.tensors)
-        check([t for i, t in tensors if t is not None or i not in self.optional], self.mixed)
+    tensors: Sequence[Any] = ()
+
+    def __init__(self, name: str, native: Operator, layouts: Sequence[Layout | None],
+                 rest: Sequence[Any]) -> None:  # fmt: skip
+        self.name, self.native, self.rest = name, native, tuple(rest)
+        self.recipes: dict[Maker, Recipe] = {}  # of `compute`
+        there = [x is not None or i in self.optional for i, x in enumerate(layouts)]
+        if len(there) < self.leading or not all(there):
+            raise Native("an argument is no tensor")
+        if not self.mixed and len({layout[2] for layout in layouts if layout}) > 1:
+            raise Native("tensors of several dtypes")
         self.understand(*self.rest)
 
+    def again(self, tensors: Sequence[Any]) -> Call:
+        """The same on these tensors."""
+        call = object.__new__(type(self))
+        call.__dict__.update(self.__dict__)
+        call.tensors = tensors
+        return call
+
+    def compute(
+        self,
+        make: Maker,
+        inputs: Sequence[Tensor],
+        settings: tuple[Any, ...],
+        updated: Sequence[Tensor] = (),
+    ) -> list[Tensor]:
+        """`launch` in the direction forward. The inputs are arguments of the call, and the problem
+        is the same whenever the kind of call is."""
+        recipe = self.recipes.get(make)
+        if recipe is None:
+            recipe = self.recipes[make] = described(make, inputs, settings)
+        return run((self.name, "forward"), recipe, inputs, updated)
+
     @classmethod
-    def slower(cls, name: str, x: Tensor) -> str | None:
-        """Why PaddlePaddle's own kernel is as fast for a first argument like this, if it is."""
+    def slower(cls, name: str, x: Tensor, *rest: Any) -> str | None:
+        """Why PaddlePaddle's own kernel is as fast for arguments like these, if it is."""
         return None
 
     def understand(self, *attributes: Any) -> None:
         """Read the attributes. Raises Native for those that bedstone does not compute with."""
 
     def forward(self) -> tuple[Any, Sequence[Tensor]]:
-        """(what the operator returns, the tensors that its gradients need)."""
+        """(what the operator returns, the tensors that its gradients need). Raises Native."""
         raise NotImplementedError
 
     def gradient(self, index: int, saved: Sequence[Tensor], dy: Tensor) -> Tensor:
@@ -115,7 +158,6 @@ class Call:
             raise refusal(f"{self.name}: its gradient cannot be differentiated again")
         if not again:
             try:
-                check((dy,))
                 return untranslated(self.gradients, index, saved, dy)
             except Native as why:
                 reason = str(why)
@@ -128,12 +170,15 @@ class Call:
 
 def replacement(name: str, native: Operator, kind: type[Call]) -> Operator:
     """The function that stands in the place of the operator `name`."""
+    known: Known = {}
 
     def operator(*arguments: Any, **keywords: Any) -> Any:
-        try:
-            return untranslated(_run, name, native, kind, arguments, keywords)
-        except Native as why:
-            reason = str(why)
+        reason = None if policy.always else _slower(name, kind, arguments)
+        if reason is None:
+            try:
+                return untranslated(_run, name, native, kind, known, arguments, keywords)
+            except Native as why:
+                reason = str(why)
         start = time.perf_counter()
         result = native(*arguments, **keywords)
         report.add(name, "forward", report.NATIVE, time.perf_counter() - start, reason)
@@ -145,10 +190,20 @@ def replacement(name: str, native: Operator, kind: type[Call]) -> Operator:
     return operator
 
 
+def _slower(name: str, kind: type[Call], arguments: tuple[Any, ...]) -> str | None:
+    """Why the call cannot pay, if it cannot. (Of the half types PaddlePaddle's CPU kernels know
+    next to none.)"""
+    x = arguments[0] if arguments else None
+    if not isinstance(x, Tensor) or x.element_size() == HALF_BYTES:
+        return None
+    return kind.slower(name, *arguments)
+
+
 def _run(
     name: str,
     native: Operator,
     kind: type[Call],
+    known: Known,
     arguments: tuple[Any, ...],
     keywords: dict[str, Any],
 ) -> Any:
@@ -161,19 +216,10 @@ def _run(
             raise Native(f"the keyword argument {keyword}")
     if _dygraph_tracer()._amp_level.value:
         raise Native("automatic mixed precision chooses the dtype")
-    if not policy.always and arguments and isinstance(arguments[0], Tensor):
-        # (Of the half types PaddlePaddle's CPU kernels know next to none.)
-        half = arguments[0].dtype in HALVES
-        reason = None if half else kind.slower(name, arguments[0])
-        if reason:
-            raise Native(reason)
     while arguments and arguments[-1] is None:  # (a layer's name, handed on)
         arguments = arguments[:-1]
-    try:
-        call = kind(name, native, arguments)
-    except (TypeError, ValueError) as error:  # the wrong number or kind of arguments
-        raise Native(f"arguments not understood: {error}") from None
-    tensors = call.tensors
+    tensors = arguments[: kind.leading]
+    call = _understood(name, native, kind, known, tensors, arguments[kind.leading :])
     result, saved = call.forward()
     if not paddle.is_grad_enabled():
         return result
@@ -187,3 +233,44 @@ def _run(
             other.stop_gradient = False
         return (connect(record, result[0], wanted), *result[1:])
     return connect(record, result, wanted)
+
+
+def _understood(
+    name: str,
+    native: Operator,
+    kind: type[Call],
+    known: Known,
+    tensors: Sequence[Any],
+    rest: Sequence[Any],
+) -> Call:
+    """The call, understood now or before. Raises Native, with the reason found now or before."""
+    layouts = tuple([None if t is None else layout_of(t) for t in tensors])
+    key = (layouts, tuple([tuple(a) if type(a) is list else a for a in rest]))
+    try:
+        found = known.get(key)
+    except TypeError:
+        raise Native("arguments not understood: neither numbers nor names") from None
+    if found is None:
+        try:
+            found = kind(name, native, layouts, rest)
+        except (TypeError, ValueError) as error:  # the wrong number or kind of arguments
+            raise Native(f"arguments not understood: {error}") from None
+        except Native as why:
+            if not _is_plain(key[1]):  # (a key must keep no tensor alive)
+                raise
+            found = str(why)
+        if len(known) >= KINDS_KEPT:
+            known.clear()
+        known[key] = found
+    if isinstance(found, str):
+        raise Native(found)
+    return found.again(tensors)
+
+
+def _is_plain(values: Sequence[Any]) -> bool:
+    return all(
+        value is None
+        or isinstance(value, (bool, int, float, str))
+        or (isinstance(value, tuple) and _is_plain(value))
+        for value in values
+    )

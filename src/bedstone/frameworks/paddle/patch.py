@@ -34,9 +34,13 @@ OPERATORS: dict[str, type[Call]] = {name: kind for kind in KINDS for name in kin
 # The compiled operators themselves, and their static twins.
 LEFT_ALONE = ("paddle.base.libpaddle*", "paddle._pir_ops")
 
+_Functions = dict[str, Any]
+_native: _Functions = {name: getattr(paddle._C_ops, name) for name in OPERATORS}
+_ours: _Functions = {name: replacement(name, _native[name], OPERATORS[name]) for name in OPERATORS}
+_Place = tuple[Any, str, str]  # module, attribute, operator
+_found: tuple[int, list[_Place]] | None = None  # among how many modules, and where
+
 _lock = threading.RLock()
-_depth: dict[str, int] = dict.fromkeys(OPERATORS, 0)  # how many have asked for each operator
-_undo: dict[str, list[tuple[Any, str, Any]]] = {}  # operator -> (module, attribute, original)
 _Asked = tuple[tuple[str, ...], bool]  # operators, `always`
 _asked: list[_Asked] = []  # of each patch() not yet taken back
 
@@ -52,19 +56,28 @@ def _chosen(only: Sequence[str] | None, except_: Sequence[str]) -> tuple[str, ..
     return tuple(name for name in OPERATORS if name in wanted and name not in except_)
 
 
-def _install(name: str) -> None:
-    native = getattr(paddle._C_ops, name)
-    ours = replacement(name, native, OPERATORS[name])
-    undo = _undo[name] = []
-    for module_name, module in list(sys.modules.items()):
-        if module is None or module_name.partition(".")[0] != "paddle":
-            continue
-        if any(fnmatch.fnmatch(module_name, pattern) for pattern in LEFT_ALONE):
-            continue
-        for attribute, value in list(vars(module).items()):
-            if value is native:
-                undo.append((module, attribute, native))
-                setattr(module, attribute, ours)
+def _exchange(names: Sequence[str], old: _Functions, new: _Functions) -> None:
+    """In all places of these operators, put `new` where there is `old`."""
+    for module, attribute, name in _places():
+        if name in names and vars(module).get(attribute) is old[name]:
+            setattr(module, attribute, new[name])
+
+
+def _places() -> list[_Place]:
+    """Where PaddlePaddle's modules hold an operator, native or ours."""
+    global _found
+    modules = {n: m for n, m in list(sys.modules.items()) if m and n.partition(".")[0] == "paddle"}
+    if _found is None or _found[0] != len(modules):  # (to look through them all takes 20 ms)
+        wanted = {id(f): name for functions in (_native, _ours) for name, f in functions.items()}
+        places = [
+            (module, attribute, wanted[id(value)])
+            for name, module in modules.items()
+            if not any(fnmatch.fnmatch(name, pattern) for pattern in LEFT_ALONE)
+            for attribute, value in list(vars(module).items())
+            if id(value) in wanted
+        ]
+        _found = (len(modules), places)
+    return _found[1]
 
 
 def _take(asked: _Asked) -> None:
@@ -73,10 +86,8 @@ def _take(asked: _Asked) -> None:
         gradients.watch()
         threads.take()
         policy.always += always
-        for name in names:
-            _depth[name] += 1
-            if _depth[name] == 1:
-                _install(name)
+        policy.asked.update(names)
+        _exchange([name for name in names if policy.asked[name] == 1], _native, _ours)
 
 
 def _give_back(asked: _Asked) -> None:
@@ -84,12 +95,9 @@ def _give_back(asked: _Asked) -> None:
     with _lock:
         threads.give_back()
         policy.always -= always
-        for name in names:
-            _depth[name] -= 1
-            if _depth[name] == 0:
-                for module, attribute, native in _undo.pop(name):
-                    setattr(module, attribute, native)
-        if not _undo:
+        policy.asked.subtract(names)
+        _exchange([name for name in names if not policy.asked[name]], _ours, _native)
+        if not any(policy.asked.values()):
             plans.release()
 
 
@@ -139,4 +147,4 @@ def enable(
 
 def patched() -> tuple[str, ...]:
     """The operators that are replaced now."""
-    return tuple(name for name, depth in _depth.items() if depth)
+    return tuple(name for name in OPERATORS if policy.asked[name])

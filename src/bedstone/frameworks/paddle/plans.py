@@ -24,7 +24,10 @@ from bedstone.frameworks.planning import compiled_plan
 RECIPES_KEPT = 4096  # as many as a handle keeps plans
 
 DTYPES = {getattr(paddle, n): n for n in ("float32", "float64", "float16", "bfloat16")}
-HALVES = (paddle.float16, paddle.bfloat16)
+# There is one object of each dtype. (To hash or compare them takes microseconds.)
+_NAMES = {id(dtype): name for dtype, name in DTYPES.items()}
+HALF_BYTES = 2
+Layout = tuple[tuple[int, ...], tuple[int, ...], str]  # dims, strides, dtype
 # A PaddlePaddle built for the CPU has no other place to ask about.
 CPU_ONLY = not (paddle.is_compiled_with_cuda() or paddle.is_compiled_with_xpu())
 CPU = paddle.CPUPlace()
@@ -61,45 +64,52 @@ def _recipe(make: Maker, operands: tuple[Any, ...], settings: tuple[Any, ...]) -
         return str(reason)
 
 
-def check(tensors: Sequence[Any], mixed: bool = False) -> None:
-    """Raises Native unless all are tensors with elements, of one of our dtypes (of several, if
-    `mixed`), on the CPU."""
-    dtype = None
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            raise Native("a static graph is being built, or an argument is no tensor")
-        mine = DTYPES.get(tensor.dtype)
-        if mine is None:
-            raise Native(f"dtype {str(tensor.dtype).rpartition('.')[2]}")
-        if dtype is not None and mine is not dtype and not mixed:
-            raise Native("tensors of several dtypes")
-        dtype = mine
-        if not (CPU_ONLY or tensor.place.is_cpu_place()):
-            raise Native("a tensor that is not on the CPU")
-        shape = tensor.shape
-        if not shape or 0 in shape or not tensor.is_dense():
-            raise Native("a tensor that is sparse, distributed, empty or a scalar")
+def layout_of(tensor: Any) -> Layout:
+    """Raises Native unless it is a tensor with elements, of one of our dtypes, on the CPU."""
+    if not isinstance(tensor, Tensor):
+        raise Native("a static graph is being built, or an argument is no tensor")
+    if not tensor.is_dense():
+        raise Native("a tensor that is sparse or distributed")
+    dtype = _NAMES.get(id(tensor.dtype))
+    if dtype is None:
+        raise Native(f"dtype {str(tensor.dtype).rpartition('.')[2]}")
+    if not (CPU_ONLY or tensor.place.is_cpu_place()):
+        raise Native("a tensor that is not on the CPU")
+    dims = tuple(tensor.shape)
+    if not dims or 0 in dims:
+        raise Native("a tensor that is empty or a scalar")
+    return dims, tuple(tensor.strides), dtype
+
+
+def described(make: Maker, inputs: Sequence[Tensor], settings: tuple[Any, ...]) -> Recipe:
+    """The recipe of the problem whose first operands are these. Raises Native."""
+    recipe = _recipe(make, tuple([layout_of(t) for t in inputs]), settings)
+    if isinstance(recipe, str):
+        raise Native(recipe)
+    return recipe
 
 
 def launch(
-    label: tuple[str, str],
-    make: Maker,
-    inputs: Sequence[Tensor],
-    settings: tuple[Any, ...] = (),
-    updated: Sequence[Tensor] = (),
+    label: tuple[str, str], make: Maker, inputs: Sequence[Tensor], settings: tuple[Any, ...] = ()
 ) -> list[Tensor]:
     """Run the problem that `make` describes; returns new tensors.
 
     label    operator and direction, for the report
-    inputs   the problem's first operands; then come the results, then `updated` in place
+    inputs   the problem's first operands; then come the results
 
-    All have passed `check`. Raises Native where there is no kernel for it.
+    Raises Native where there is no kernel for it.
     """
+    return run(label, described(make, inputs, settings), inputs)
+
+
+def run(
+    label: tuple[str, str],
+    recipe: Recipe,
+    inputs: Sequence[Tensor],
+    updated: Sequence[Tensor] = (),
+) -> list[Tensor]:
+    """The same of a recipe; `updated`, the last operands, are written in place."""
     start = time.perf_counter()
-    operands = tuple([(tuple(t.shape), tuple(t.strides), DTYPES[t.dtype]) for t in inputs])
-    recipe = _recipe(make, operands, settings)
-    if isinstance(recipe, str):
-        raise Native(recipe)
     plan = _plan(recipe.problem)
     outputs = [_C_ops.empty(dims, RESULTS[kind], CPU) for dims, kind in recipe.outputs]
     pointers = [t.data_ptr() for t in (*inputs, *outputs, *updated)]
@@ -136,6 +146,5 @@ def _workspace(size: int) -> int:
 
 
 def release() -> None:
-    """Give back this thread's workspace, and forget the recipes."""
+    """Give back this thread's workspace."""
     _scratch.buffer = None
-    _recipe.cache_clear()

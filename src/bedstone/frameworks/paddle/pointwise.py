@@ -31,7 +31,7 @@ class Sized(Call):
     """A call that pays from a number of elements on."""
 
     @classmethod
-    def slower(cls, name: str, x: Tensor) -> str | None:
+    def slower(cls, name: str, x: Tensor, *rest: Any) -> str | None:
         return SMALL if math.prod(x.shape) < LEAST[name] else None
 
 
@@ -60,7 +60,7 @@ class Softmax(Sized):
         self.how = (self.kinds[self.name], axis)
 
     def forward(self) -> tuple[Any, Sequence[Tensor]]:
-        (y,) = launch((self.name, "forward"), _softmax, self.tensors, self.how)
+        (y,) = self.compute(_softmax, self.tensors, self.how)
         # Detached: a node of the graph that holds its own result would never be freed.
         return y, (y.detach(),)
 
@@ -100,7 +100,7 @@ class Activation(Sized):
         self.how = (self.name,)
 
     def forward(self) -> tuple[Any, Sequence[Tensor]]:
-        (y,) = launch((self.name, "forward"), _activation, self.tensors, self.how)
+        (y,) = self.compute(_activation, self.tensors, self.how)
         # Detached: a node of the graph that holds its own result would never be freed.
         return y, (*self.tensors, y.detach()) if _from_y(self.how[0]) else self.tensors
 

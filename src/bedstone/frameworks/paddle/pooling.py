@@ -135,11 +135,11 @@ class Pooling(Call):
         )
 
     @classmethod
-    def slower(cls, name: str, x: Tensor) -> str | None:
+    def slower(cls, name: str, x: Tensor, *rest: Any) -> str | None:
         return SMALL if math.prod(x.shape) < LEAST else None
 
     def forward(self) -> tuple[Any, Sequence[Tensor]]:
-        (y,) = launch((self.name, "forward"), _forward, self.tensors, self.how)
+        (y,) = self.compute(_forward, self.tensors, self.how)
         return y, self.tensors
 
     def gradient(self, index: int, saved: Sequence[Tensor], dy: Tensor) -> Tensor:
@@ -189,11 +189,11 @@ class IndexedPooling(Call):
         )
 
     @classmethod
-    def slower(cls, name: str, x: Tensor) -> str | None:
+    def slower(cls, name: str, x: Tensor, *rest: Any) -> str | None:
         return SMALL if math.prod(x.shape) < LEAST_INDEXED else None
 
     def forward(self) -> tuple[Any, Sequence[Tensor]]:
-        y, indices = launch((self.name, "forward"), _indexed, self.tensors, self.how)
+        y, indices = self.compute(_indexed, self.tensors, self.how)
         return (y, paddle._C_ops.cast(indices, paddle.int32)), self.tensors
 
     def gradient(self, index: int, saved: Sequence[Tensor], dy: Tensor) -> Tensor:
