@@ -19,7 +19,7 @@ from bedstone.plan.config import (
 )
 from bedstone.plan.device import Device
 from bedstone.plan.handle import Handle, default_handle
-from bedstone.plan.plan import Plan
+from bedstone.plan.plan import Plan, PreparedPlan
 from bedstone.plan.registry import backends as backend_names
 from bedstone.spec.activation import ActivationDesc, ActivationProblem
 from bedstone.spec.convolution import (
@@ -77,6 +77,7 @@ __all__ = [
     "Plan",
     "PoolingDesc",
     "PoolingProblem",
+    "PreparedPlan",
     "Problem",
     "SoftmaxProblem",
     "TensorDesc",

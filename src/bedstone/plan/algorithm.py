@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -28,12 +28,27 @@ class NativeEntry:
 
 class Kernel(Protocol):
     """What `build` returns: a compiled call. May have `description: str`, one line of plain words
-    (tiles, vector width) for explain()."""
+    (tiles, vector width) for explain(), and `preparation() -> Preparation | None`, where it brings
+    a filter into another form first."""
 
     def __call__(
         self, pointers: Sequence[int], workspace: int, alpha: float, beta: float, stream: int
     ) -> None:
         """Run on addresses in the order of the problem's operands. Checks and allocates nothing."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A kernel's two halves, for a filter that stays the same over many calls.
+
+    nbytes  of the filter's packed form
+    pack    pack(address of w, address of the packed form) writes it
+    kernel  does the rest: called as the whole kernel is, its `workspace` being the packed form
+    """
+
+    nbytes: int
+    pack: Callable[[int, int], None]
+    kernel: Kernel
 
 
 class Algorithm(ABC):

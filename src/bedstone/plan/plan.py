@@ -1,14 +1,18 @@
-"""Plan: a problem with its algorithm chosen and its kernel compiled, ready to be called."""
+"""Plan: a problem with its algorithm chosen and its kernel compiled, ready to be called.
+
+PreparedPlan: the same for one filter, packed or transformed once for all calls.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from bedstone.arrays import ArrayRef, as_array_ref
-from bedstone.plan.algorithm import Kernel, NativeEntry
+from bedstone.plan.algorithm import Kernel, NativeEntry, Preparation
 from bedstone.plan.device import Device
 from bedstone.plan.select import Choice
 from bedstone.spec.errors import InvalidDescriptor
@@ -17,6 +21,8 @@ from bedstone.spec.tensor import TensorDesc
 
 # Work that np.shares_memory may spend on deciding whether two strided tensors overlap.
 OVERLAP_WORK: Any = 100_000  # (NumPy's annotation knows only its two special values)
+FILTER = "w"  # the operand that may stay the same over many calls
+ALIGNMENT = 64  # bytes: of memory for a packed filter, a cache line
 
 
 class Plan:
@@ -69,10 +75,7 @@ class Plan:
         than planned, another device, a read-only output, an output that overlaps an input (other
         than exactly in place, where the primitive allows it), or a workspace too small.
         """
-        refs = self._match(arrays, named)
-        for operand, ref in zip(self._operands, refs):
-            self._check_operand(operand, ref)
-        self._check_overlaps(refs)
+        refs = self._checked(arrays, named)
         address = self._check_workspace(workspace)
         self.kernel(
             [ref.pointer for ref in refs],
@@ -82,8 +85,63 @@ class Plan:
             refs[-1].stream,
         )
 
-    def _match(self, arrays: Sequence[object], named: Mapping[str, object]) -> list[ArrayRef]:
-        names = [operand.name for operand in self._operands]
+    @property
+    def prepared_size(self) -> int:
+        """Bytes that the packed filter of a prepared plan takes; 0 where the kernel reads the
+        filter as it lies. (A first look compiles the kernel's two halves.)"""
+        return self._preparation.nbytes if self._preparation else 0
+
+    @cached_property
+    def _preparation(self) -> Preparation | None:
+        find = getattr(self.kernel, "preparation", None)
+        return find() if find else None
+
+    def prepare(self, w: object, memory: object = None) -> PreparedPlan:
+        """The plan for calls that all use this filter: it is packed or transformed here, once.
+
+        w       the filter as planned. It must stay as it is while the prepared plan is in use;
+                after a change, prepare again
+        memory  an array of `prepared_size` contiguous bytes or more, for the packed filter, that
+                nobody else writes to; None: the prepared plan has its own
+
+        Results are bit for bit those of the plan itself. Where the kernel reads the filter as it
+        lies, nothing is packed and calls take as long as before.
+
+        Raises InvalidDescriptor for a problem that has no filter among its inputs
+        (backward_filter, pooling, ...), a filter other than planned, or memory that will not do.
+        """
+        place = next((i for i, o in enumerate(self._operands) if o.name == FILTER), None)
+        if place is None or self._operands[place].is_output:
+            raise InvalidDescriptor(
+                "problem", str(self.problem), f"one with the filter {FILTER!r} among its inputs"
+            )
+        ref = as_array_ref(w, FILTER)
+        self._check_operand(self._operands[place], ref)
+        room = None
+        if self._preparation:
+            memory = _aligned(self.prepared_size) if memory is None else memory
+            room = self._check_memory("memory", memory, self.prepared_size)
+            if overlap(room, ref):
+                raise InvalidDescriptor("memory", "memory that overlaps w", "memory of its own")
+            self._preparation.pack(ref.pointer, room.pointer)
+        return PreparedPlan(self, place, ref, self._preparation, room)
+
+    def _checked(
+        self, arrays: Sequence[object], named: Mapping[str, object], fixed: ArrayRef | None = None
+    ) -> list[ArrayRef]:
+        """The operands of a call, checked; `fixed` is a prepared plan's filter."""
+        refs = self._match(arrays, named, fixed)
+        for operand, ref in zip(self._operands, refs):
+            if ref is not fixed:
+                self._check_operand(operand, ref)
+        self._check_overlaps(refs)
+        return refs
+
+    def _match(
+        self, arrays: Sequence[object], named: Mapping[str, object], fixed: ArrayRef | None
+    ) -> list[ArrayRef]:
+        every = [operand.name for operand in self._operands]
+        names = [name for name in every if fixed is None or name != FILTER]
         given = dict(zip(names, arrays))
         if len(arrays) > len(names):
             raise InvalidDescriptor("arrays", len(arrays), f"{len(names)} arrays: {names}")
@@ -94,7 +152,8 @@ class Plan:
         for name in names:
             if given.get(name) is None:
                 raise InvalidDescriptor(name, None, f"an array for each of {names}")
-        return [as_array_ref(given[name], name) for name in names]
+        refs = {name: as_array_ref(given[name], name) for name in names}
+        return [refs[name] if fixed is None or name != FILTER else fixed for name in every]
 
     def _check_operand(self, operand: Operand, ref: ArrayRef) -> None:
         if (ref.device_kind, ref.device_index) != (self.device.kind, self.device.index):
@@ -128,14 +187,17 @@ class Plan:
             return 0
         if workspace is None:
             raise InvalidDescriptor("workspace", None, f"{self.workspace_size} bytes")
-        ref = as_array_ref(workspace, "workspace")
-        if ref.desc.nbytes < self.workspace_size or not ref.desc.is_packed():
+        return self._check_memory("workspace", workspace, self.workspace_size).pointer
+
+    def _check_memory(self, argument: str, memory: object, size: int) -> ArrayRef:
+        ref = as_array_ref(memory, argument)
+        if ref.desc.nbytes < size or not ref.desc.is_packed():
             raise InvalidDescriptor(
-                "workspace", f"{ref.desc.nbytes} bytes", f"{self.workspace_size} contiguous bytes"
+                argument, f"{ref.desc.nbytes} bytes", f"{size} contiguous bytes"
             )
         if ref.device_kind != self.device.kind or ref.readonly:
-            raise InvalidDescriptor("workspace", ref.device_kind, f"writable {self.device} memory")
-        return ref.pointer
+            raise InvalidDescriptor(argument, ref.device_kind, f"writable {self.device} memory")
+        return ref
 
     def explain(self) -> str:
         """Which algorithm runs, why, with what workspace, and why each other one does not."""
@@ -157,6 +219,95 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"Plan({str(self.problem)!r}, algorithm={self.algorithm!r}, device='{self.device}')"
+
+
+class PreparedPlan:
+    """A plan with its filter: `plan.prepare(w)`. Called as the plan is, without w.
+
+    plan            the plan that it was made from
+    memory          the packed filter, as an array reference; None where nothing is packed
+    workspace_size  bytes of workspace that a call needs
+    kernel          runs on the addresses of all operands of the problem, w included, with
+                    `packed` as its workspace: for callers that keep the arguments themselves
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        place: int,
+        w: ArrayRef,
+        preparation: Preparation | None,
+        memory: ArrayRef | None,
+    ) -> None:
+        self.plan, self.problem, self.algorithm = plan, plan.problem, plan.algorithm
+        self.memory = memory
+        self.kernel = preparation.kernel if preparation else plan.kernel
+        self.workspace_size = 0 if preparation else plan.workspace_size
+        self._place, self._w = place, w
+
+    @property
+    def packed(self) -> int:
+        """The address of the packed filter; 0 where nothing is packed."""
+        return self.memory.pointer if self.memory else 0
+
+    @property
+    def native_entry(self) -> NativeEntry | None:
+        """As `Plan.native_entry`; its workspace argument is `packed`, where that is not 0."""
+        return getattr(self.kernel, "native", None)
+
+    def __call__(
+        self,
+        *pointers: int,
+        workspace: int = 0,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        stream: int = 0,
+    ) -> None:
+        """Run on the addresses of the operands other than w, unchecked, without allocating."""
+        every = (*pointers[: self._place], self._w.pointer, *pointers[self._place :])
+        self.kernel(every, self.packed or workspace, alpha, beta, stream)
+
+    def execute(
+        self,
+        *arrays: object,
+        workspace: object = None,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        **named: object,
+    ) -> None:
+        """Check and run: arrays in the order of the problem's operands without w, or by name.
+
+        Raises InvalidDescriptor as `Plan.execute` does, and for an output that overlaps the
+        packed filter."""
+        refs = self.plan._checked(arrays, named, self._w)
+        if self.memory is None:
+            address = self.plan._check_workspace(workspace)
+        else:
+            address, name = self.packed, self.problem.operands[-1].name
+            if overlap(refs[-1], self.memory):
+                raise InvalidDescriptor(name, "memory of the packed filter", "memory of its own")
+        self.kernel(
+            [ref.pointer for ref in refs],
+            address,
+            _number("alpha", alpha),
+            _number("beta", beta),
+            refs[-1].stream,
+        )
+
+    def explain(self) -> str:
+        """What the plan says, and what was prepared."""
+        size = self.plan.prepared_size
+        what = f"packed beforehand: {size} bytes" if size else "read as it lies"
+        return f"{self.plan.explain()}\n  the filter is {what}"
+
+    def __repr__(self) -> str:
+        return f"PreparedPlan({str(self.problem)!r}, algorithm={self.algorithm!r})"
+
+
+def _aligned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """So many bytes from a multiple of ALIGNMENT on."""
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    return raw[-raw.ctypes.data % ALIGNMENT :][:size]
 
 
 def _number(argument: str, value: object) -> float:

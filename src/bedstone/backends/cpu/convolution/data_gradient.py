@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bedstone.backends.cpu.builder import KernelBuilder, itemsize
+from bedstone.backends.cpu.builder import Call, KernelBuilder, itemsize
 from bedstone.backends.cpu.convolution.image_product import (
     DEPTH,
     FEW_CHANNELS,
@@ -28,7 +28,7 @@ from bedstone.backends.cpu.convolution.image_product import (
     TILE_CYCLES,
     even_pieces,
 )
-from bedstone.backends.cpu.kernel import ENTRY
+from bedstone.backends.cpu.convolution.packed_filter import FilterKernel, Operands, Packed
 from bedstone.backends.cpu.microkernels import (
     TILE,
     Tile,
@@ -196,7 +196,7 @@ def work(problem: ConvolutionProblem, target: Target) -> float:
     return tasks * each + problem.w.size * 5 * PACK_FLOPS
 
 
-class DataGradient:
+class DataGradient(FilterKernel):
     """Emits the kernel."""
 
     def __init__(self, problem: ConvolutionProblem, target: Target) -> None:
@@ -216,6 +216,10 @@ class DataGradient:
         self.taps = list(itertools.product(*windows))
         words = [n for tap in self.taps for n in (self._filter_offset(tap), self._tap_offset(tap))]
         self.tap_words = words
+        plan, self.blocks = self.plan, problem.conv.groups * self.plan.channel_blocks
+        self.block_bytes = plan.filter_panels * plan.filter_panel_bytes
+        self.part_bytes = plan.blocks_per_part * self.block_bytes
+        self.packed_bytes = -(-self.blocks // plan.blocks_per_part) * self.part_bytes
 
     @staticmethod
     def describe(problem: ConvolutionProblem, target: Target) -> str:
@@ -290,25 +294,24 @@ class DataGradient:
 
     # Kernel ------------------------------------------------------------------------------------
 
-    def emit(self) -> KernelBuilder:
-        """The whole module."""
-        k, plan, groups = self.k, self.plan, self.problem.conv.groups
-        emit_tile(k, plan.tile)
-        blocks = groups * plan.channel_blocks
-        with k.entry(ENTRY, pointers=3) as call:
-            w, dy, dx = call.pointers
-            self.alpha, self.beta = call.alpha, call.beta
-            panel_bytes = plan.filter_panels * plan.filter_panel_bytes
-            packed = k.scratch(plan.blocks_per_part * panel_bytes)
-            with k.loop(0, blocks, plan.blocks_per_part) as first:
-                count = k.min(blocks - first, plan.blocks_per_part)
+    def emit_functions(self) -> None:
+        emit_tile(self.k, self.plan.tile)
+
+    def body(self, call: Call, operands: Operands, packed: Packed) -> None:
+        k, plan = self.k, self.plan
+        self.alpha, self.beta = call.alpha, call.beta
+        with k.loop(0, -(-self.blocks // plan.blocks_per_part)) as part:
+            first, at = part * plan.blocks_per_part, packed.part(part, self.part_bytes)
+            count = k.min(self.blocks - first, plan.blocks_per_part)
+            if packed.packs:
                 with (
                     k.parallel(count * plan.filter_panels, call.threads) as job,
                     job.each_task() as task,
                 ):
                     block, panel = task // plan.filter_panels, task % plan.filter_panels
-                    to = packed + task * plan.filter_panel_bytes
-                    self._pack_filter(w, first + block, panel, to)
+                    to = at + task * plan.filter_panel_bytes
+                    self._pack_filter(operands.filter, first + block, panel, to)
+            if packed.multiplies:
                 tasks = count * plan.image_blocks
                 with (
                     k.parallel(tasks, call.threads, plan.scratch_bytes) as job,
@@ -316,17 +319,16 @@ class DataGradient:
                 ):
                     block, image = task // plan.image_blocks, task % plan.image_blocks
                     self._task(
-                        packed + block * panel_bytes, dy, dx, first + block, image * plan.images,
-                        job.scratch,
+                        at + block * self.block_bytes, operands, first + block,
+                        image * plan.images, job.scratch,
                     )  # fmt: skip
-        return k
 
     def _group_and_channel(self, block: IntLike) -> tuple[IntLike, IntLike]:
         """(group, first channel in it) of a block of channels."""
         blocks = self.plan.channel_blocks
         return block // blocks, block % blocks * self.plan.channels
 
-    def _pack_filter(self, w: Int, block: IntLike, panel: IntLike, to: IntLike) -> None:
+    def _pack_filter(self, w: IntLike, block: IntLike, panel: IntLike, to: IntLike) -> None:
         """Rows (tap, channel) with vectors along k; or steps k with vectors along channels."""
         k, plan, tile = self.k, self.plan, self.plan.tile
         group, channel = self._group_and_channel(block)
@@ -362,7 +364,7 @@ class DataGradient:
                 k.store(value, column + i * tile.step_bytes, self.sum_dtype)
 
     def _task(
-        self, packed: IntLike, dy: Int, dx: Int, block: IntLike, image: IntLike, scratch: Int
+        self, packed: IntLike, operands: Operands, block: IntLike, image: IntLike, scratch: Int
     ) -> None:
         """A block of channels of some images: clear the piece, add all products, store it."""
         k, plan, tile = self.k, self.plan, self.plan.tile
@@ -371,12 +373,12 @@ class DataGradient:
         pixels = images * math.prod(ln.pixels for ln in self.lines)
         piece, panel = scratch, scratch + plan.piece_bytes
         sums = panel + plan.dy_panel_bytes
-        source = dy + image * self.y[0] + group * (self.depth * self.y[1])
+        source = operands.image + image * self.y[0] + group * (self.depth * self.y[1])
         fill_zero(k, piece, plan.piece_bytes // tile.item, self.sum_dtype, tile.lanes)
         scatter = self._pixel_lanes if plan.lanes_are_pixels else self._channel_lanes
         with k.loop(0, pixels, plan.dy_panel_width) as first:
             scatter(packed, source, first, pixels, piece, panel, sums)
-        target = dx + image * self.x[0] + (group * self.channels + channel) * self.x[1]
+        target = operands.out + image * self.x[0] + (group * self.channels + channel) * self.x[1]
         left = k.min(self.channels - channel, plan.channels)
         self._store_piece(piece, target, images, left)
 

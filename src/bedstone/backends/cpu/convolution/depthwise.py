@@ -12,7 +12,7 @@ from bedstone.backends.cpu import cost
 from bedstone.backends.cpu.convolution.depthwise_emitter import Emitter, shape_of
 from bedstone.backends.cpu.convolution.depthwise_first import ChannelsFirst
 from bedstone.backends.cpu.convolution.depthwise_last import ChannelsLast
-from bedstone.backends.cpu.kernel import CompiledKernel, compiled
+from bedstone.backends.cpu.kernel import CompiledKernel, compiled_in_halves
 from bedstone.backends.cpu.target import Target
 from bedstone.plan.algorithm import Algorithm
 from bedstone.plan.device import Device
@@ -73,9 +73,9 @@ class Depthwise(Algorithm):
         if emitter is None:
             raise TypeError(f"{self.name} was asked to build {problem}")
         words = "vectors of channels" if emitter is ChannelsLast else "vectors of pixels"
-        return compiled(
+        return compiled_in_halves(
             f"{self.name}|{problem}",
-            lambda target: emitter(target, problem, shape_of(problem, target)).emit(),
+            lambda target: emitter(target, problem, shape_of(problem, target)),
             len(problem.operands),
             f"{words}, straight from memory",
         )

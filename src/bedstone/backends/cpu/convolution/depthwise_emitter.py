@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from bedstone.backends.cpu.activation import emit_epilogue
-from bedstone.backends.cpu.builder import KernelBuilder
+from bedstone.backends.cpu.builder import Call, KernelBuilder
 from bedstone.backends.cpu.convolution.geometry import Axis, axis_line
+from bedstone.backends.cpu.convolution.packed_filter import FilterKernel, Operands
 from bedstone.backends.cpu.irtypes import itemsize
-from bedstone.backends.cpu.kernel import ENTRY
 from bedstone.backends.cpu.target import Target
 from bedstone.spec.convolution import ConvolutionProblem
 
@@ -102,27 +102,17 @@ def both(a: Any, b: Any) -> Any:
     return a if b is True else (False if b is False else a & b)
 
 
-class Emitter:
-    """What the two layouts share: entry, phases, blending."""
+class Emitter(FilterKernel):
+    """What the two layouts share: operands, phases, blending."""
 
     def __init__(self, target: Target, problem: ConvolutionProblem, s: Shape) -> None:
         self.k, self.s, self.problem = KernelBuilder(target), s, problem
         self.epilogue = problem.epilogue
 
-    def emit(self) -> KernelBuilder:
-        k = self.k
-        names = [operand.name for operand in self.problem.operands]
-        with k.entry(ENTRY, len(names)) as call:
-            arrays = dict(zip(names, call.pointers))
-            self.source = arrays.get("x", arrays.get("dy"))
-            self.dy = arrays.get("dy", 0)
-            self.bias = arrays.get("bias", 0)
-            self.out, self.call = call.pointers[-1], call
-            self.body(arrays.get("w", 0))
-        return k
-
-    def body(self, w: Any) -> None:
-        raise NotImplementedError
+    def take(self, call: Call, operands: Operands) -> None:
+        """Remember an entry's arguments."""
+        self.call = call
+        self.source, self.bias, self.out = operands.image, operands.bias, operands.out
 
     def phases(self) -> list[tuple[Any, Any]]:
         """((row residue, its taps), (column residue, its taps)) of every phase."""

@@ -12,12 +12,13 @@ import itertools
 from typing import Any
 
 from bedstone.backends.cpu import cost
+from bedstone.backends.cpu.builder import KernelBuilder
 from bedstone.backends.cpu.convolution.depthwise import EFFICIENCY, TAPS_MAX, ZERO_BYTES_MAX
 from bedstone.backends.cpu.convolution.depthwise_emitter import Emitter, shape_of
 from bedstone.backends.cpu.convolution.depthwise_first import ChannelsFirst
 from bedstone.backends.cpu.convolution.depthwise_last import ChannelsLast
 from bedstone.backends.cpu.irtypes import itemsize
-from bedstone.backends.cpu.kernel import CompiledKernel, compiled
+from bedstone.backends.cpu.kernel import ENTRY, CompiledKernel, compiled
 from bedstone.backends.cpu.target import MIB, Target
 from bedstone.plan.algorithm import Algorithm
 from bedstone.plan.device import Device
@@ -32,7 +33,14 @@ SUMS_MAX = 25  # vectors of sums in flight: the rest of 32 registers holds dy an
 class FilterSums(Emitter):
     """What the two layouts share: the table of partial sums and how it is added up."""
 
-    def body(self, w: Any) -> None:
+    def emit(self) -> KernelBuilder:
+        with self.k.entry(ENTRY, 3) as call:
+            self.source, self.dy, self.out = call.pointers
+            self.call = call
+            self._sum_and_add()
+        return self.k
+
+    def _sum_and_add(self) -> None:
         k, s = self.k, self.s
         self.taps = [
             (t, u) for t, u in itertools.product(range(s.rows.window), range(s.columns.window))
@@ -80,8 +88,6 @@ class FilterSums(Emitter):
 
 class FilterChannelsLast(FilterSums, ChannelsLast):
     """A task sums one part of the rows (n, p) for all channels."""
-
-    body = FilterSums.body
 
     def parts(self, most: int) -> int:
         return max(1, min(PARTS, most, self.s.batch * self.s.rows.axis.size))
@@ -155,8 +161,6 @@ class FilterChannelsLast(FilterSums, ChannelsLast):
 
 class FilterChannelsFirst(FilterSums, ChannelsFirst):
     """A task sums one channel over one part of the images."""
-
-    body = FilterSums.body
 
     def parts(self, most: int) -> int:
         wanted = -(-PARTS // self.s.channels)

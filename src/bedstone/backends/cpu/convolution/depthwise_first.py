@@ -8,12 +8,14 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from bedstone.backends.cpu.builder import Call
 from bedstone.backends.cpu.convolution.depthwise_emitter import (
     ROW_FRAME,
     UNROLLED_TAPS,
     Emitter,
     both,
 )
+from bedstone.backends.cpu.convolution.packed_filter import Operands, Packed
 
 ROWS = 8  # sums in flight; the multiply-add takes 4 cycles on 2 units
 TASK_PIXELS = 16384  # outputs a task computes at least, against the cost of drawing a task
@@ -25,8 +27,9 @@ class ChannelsFirst(Emitter):
     The innermost loop runs down the rows: the masks of a column of vectors are made once.
     """
 
-    def body(self, w: Any) -> None:
-        k, s = self.k, self.s
+    def body(self, call: Call, operands: Operands, packed: Packed) -> None:
+        k, s, w = self.k, self.s, operands.filter
+        self.take(call, operands)
         planes, height = s.batch * s.channels, s.rows.axis.size
         area = max(1, height * s.columns.axis.size)
         run = max(1, min(planes, TASK_PIXELS // area))

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from bedstone.backends.cpu.builder import Call
 from bedstone.backends.cpu.convolution.depthwise_emitter import ROW_FRAME, Emitter, Shape
+from bedstone.backends.cpu.convolution.packed_filter import Operands, Packed
 from bedstone.backends.cpu.irtypes import itemsize
+from bedstone.backends.cpu.target import Target
 from bedstone.plan.config import get_num_threads
+from bedstone.spec.convolution import ConvolutionProblem
 
 PIXELS = 7  # outputs of a row in flight; 7 + 9 weights + loads fit 32 registers
 TASKS_PER_THREAD = 6
@@ -21,14 +25,27 @@ class ChannelsLast(Emitter):
     The innermost loop runs over channels, so that memory is read in order.
     """
 
-    def body(self, w: Any) -> None:
+    def __init__(self, target: Target, problem: ConvolutionProblem, s: Shape) -> None:
+        super().__init__(target, problem, s)
+        self.vectors = -(-s.channels // s.lanes)
+        self.tap_bytes = self.vectors * s.lanes * itemsize(s.accumulator)
+        self.part_bytes = s.rows.window * s.columns.window * self.tap_bytes
+        self.packed_bytes = self.part_bytes
+
+    def body(self, call: Call, operands: Operands, packed: Packed) -> None:
+        self.take(call, operands)
+        self.table = packed.address
+        if packed.packs:
+            self._turn_filter(operands.filter)
+        if packed.multiplies:
+            self._convolve()
+
+    def _turn_filter(self, w: Any) -> None:
+        """The table of taps: of each, all channels."""
         k, s = self.k, self.s
-        vectors = -(-s.channels // s.lanes)
         size = itemsize(s.accumulator)
         taps = [(r, c) for r in range(s.rows.window) for c in range(s.columns.window)]
-        self.tap_bytes = vectors * s.lanes * size
-        self.table = k.scratch(len(taps) * self.tap_bytes)
-        with k.loop(0, vectors) as v:
+        with k.loop(0, self.vectors) as v:
             channel = v * s.lanes
             mask = k.first_lanes(s.channels - channel, s.lanes)
             for i, (r, c) in enumerate(taps):
@@ -36,6 +53,10 @@ class ChannelsLast(Emitter):
                 value = k.gather(address, k.iota(s.lanes) * s.filter, s.dtype, mask)
                 k.store(value, self.table + channel * size, s.accumulator,
                         offset=i * self.tap_bytes)  # fmt: skip
+
+    def _convolve(self) -> None:
+        """A parallel phase over blocks of rows."""
+        k, s = self.k, self.s
         height = s.rows.axis.size
         # Neighbouring blocks of rows read some rows twice: as few blocks as keep the threads busy.
         blocks = min(height, -(-TASKS_PER_THREAD * get_num_threads() // s.batch))

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from bedstone.backends.cpu.activation import emit_epilogue
-from bedstone.backends.cpu.builder import F64, I64, KernelBuilder, itemsize
+from bedstone.backends.cpu.builder import F64, I64, Call, KernelBuilder, itemsize
 from bedstone.backends.cpu.convolution.geometry import Geometry, geometry
+from bedstone.backends.cpu.convolution.packed_filter import FilterKernel, Operands, Packed
 from bedstone.backends.cpu.convolution.patches import (
     Chunk,
     PhaseAt,
@@ -24,7 +25,6 @@ from bedstone.backends.cpu.convolution.patches import (
     pack_pixel_lanes,
     pixel_lanes,
 )
-from bedstone.backends.cpu.kernel import ENTRY
 from bedstone.backends.cpu.microkernels import TILE, Tile, choose_shape, emit_tile
 from bedstone.backends.cpu.packing import (
     Lanes,
@@ -195,7 +195,7 @@ def work(problem: ConvolutionProblem, target: Target) -> float:
     return around + depth * (2.0 * pixels * outer + packing)
 
 
-class ImageProduct:
+class ImageProduct(FilterKernel):
     """Emits the kernel of forward or backward_data."""
 
     def __init__(self, problem: ConvolutionProblem, target: Target) -> None:
@@ -207,6 +207,15 @@ class ImageProduct:
         self.item = itemsize(self.dtype)
         self.plan = blocking(self.geometry, self.dtype, self.sum_dtype, target)
         self.taps = Taps(self.k, self.geometry)
+        plan = self.plan
+        self.parts = (
+            -(-plan.pairs // plan.pairs_per_part),
+            -(-plan.filter_panels // plan.panels_per_part),
+        )
+        if not plan.in_place:
+            panels = plan.pairs_per_part * plan.panels_per_part
+            self.part_bytes = panels * plan.chunks * plan.filter_panel_bytes
+            self.packed_bytes = self.parts[0] * self.parts[1] * self.part_bytes
 
     @staticmethod
     def describe(problem: ConvolutionProblem, target: Target) -> str:
@@ -222,37 +231,28 @@ class ImageProduct:
             f"{plan.block * plan.pixel_width} pixels"
         )
 
-    def emit(self) -> KernelBuilder:
-        """The whole module."""
-        k, plan, tile = self.k, self.plan, self.plan.tile
-        emit_tile(k, tile)
+    def emit_functions(self) -> None:
+        emit_tile(self.k, self.plan.tile)
         self.emit_finish()
-        has_bias = self.problem.epilogue.bias
-        with k.entry(ENTRY, pointers=4 if has_bias else 3) as call:
-            if self.problem.direction == "forward":
-                image, filter_, *bias, out = call.pointers
-            else:
-                filter_, image, out = call.pointers
-                bias = []
-            self.alpha, self.beta = call.alpha, call.beta
-            self.bias: IntLike = bias[0] if bias else 0
-            packed_bytes = (
-                plan.pairs_per_part * plan.panels_per_part * plan.chunks * plan.filter_panel_bytes
-            )
-            if plan.in_place:
-                panels = plan.filter_panels
-                self._multiply(call.threads, image, out, filter_, 0, plan.pairs, 0, panels)
-                return k
-            packed = k.scratch(packed_bytes)
-            with (
-                k.loop(0, plan.pairs, plan.pairs_per_part) as pair0,
-                k.loop(0, plan.filter_panels, plan.panels_per_part) as panel0,
-            ):
-                pairs = k.min(plan.pairs - pair0, plan.pairs_per_part)
-                panels = k.min(plan.filter_panels - panel0, plan.panels_per_part)
-                self._pack_filter(call.threads, filter_, packed, pair0, pairs, panel0, panels)
-                self._multiply(call.threads, image, out, packed, pair0, pairs, panel0, panels)
-        return k
+
+    def body(self, call: Call, operands: Operands, packed: Packed) -> None:
+        k, plan = self.k, self.plan
+        self.alpha, self.beta, self.bias = call.alpha, call.beta, operands.bias
+        image, out = operands.image, operands.out
+        if plan.in_place:
+            whole = (0, plan.pairs, 0, plan.filter_panels)
+            self._multiply(call.threads, image, out, operands.filter, *whole)
+            return
+        with k.loop(0, self.parts[0]) as i, k.loop(0, self.parts[1]) as j:
+            pair0, panel0 = i * plan.pairs_per_part, j * plan.panels_per_part
+            pairs = k.min(plan.pairs - pair0, plan.pairs_per_part)
+            panels = k.min(plan.filter_panels - panel0, plan.panels_per_part)
+            at = packed.part(i * self.parts[1] + j, self.part_bytes)
+            part = (pair0, pairs, panel0, panels)
+            if packed.packs:
+                self._pack_filter(call.threads, operands.filter, at, *part)
+            if packed.multiplies:
+                self._multiply(call.threads, image, out, at, *part)
 
     # Shared index arithmetic -----------------------------------------------------------------
 
@@ -269,7 +269,9 @@ class ImageProduct:
         t1 = k.max(k.min(t0 + plan.tap_chunk, number_of_taps), t0)
         return Chunk(t0, t1, i0, k.min(i0 + plan.channel_chunk, self.geometry.inner.size))
 
-    def _packed_panel(self, packed: Int, pair: IntLike, panel: IntLike, chunk: IntLike) -> IntLike:
+    def _packed_panel(
+        self, packed: IntLike, pair: IntLike, panel: IntLike, chunk: IntLike
+    ) -> IntLike:
         plan = self.plan
         number = (pair * plan.chunks + chunk) * plan.panels_per_part + panel
         return packed + number * plan.filter_panel_bytes
@@ -279,8 +281,8 @@ class ImageProduct:
     def _pack_filter(
         self,
         threads: Int,
-        filter_: Int,
-        packed: Int,
+        filter_: IntLike,
+        packed: IntLike,
         pair0: IntLike,
         pairs: IntLike,
         panel0: IntLike,
@@ -343,9 +345,9 @@ class ImageProduct:
     def _multiply(
         self,
         threads: Int,
-        image: Int,
-        out: Int,
-        packed: Int,
+        image: IntLike,
+        out: IntLike,
+        packed: IntLike,
         pair0: IntLike,
         pairs: IntLike,
         panel0: IntLike,

@@ -28,7 +28,7 @@ from bedstone.backends.cpu.convolution.image_product import ImageProduct
 from bedstone.backends.cpu.convolution.row_gradient import RowGradient
 from bedstone.backends.cpu.convolution.row_product import RowProduct
 from bedstone.backends.cpu.convolution.tap_product import TapProduct
-from bedstone.backends.cpu.kernel import CompiledKernel, compiled
+from bedstone.backends.cpu.kernel import CompiledKernel, compiled, compiled_in_halves
 from bedstone.backends.cpu.target import Target
 from bedstone.plan.algorithm import Algorithm
 from bedstone.plan.device import Device
@@ -73,10 +73,12 @@ class ImplicitGemm(Algorithm):
     def build(self, problem: Problem, device: Device) -> CompiledKernel:
         target = Target.current()
         emitter, _ = kernel_of(problem, target)
-        description = emitter.describe(problem, target)
-        return compiled(
-            f"{self.name} {emitter.__name__} {problem} {description}",
-            lambda target: emitter(problem, target).emit(),
-            len(problem.operands),
-            description,
+        description, pointers = emitter.describe(problem, target), len(problem.operands)
+        key = f"{self.name} {emitter.__name__} {problem} {description}"
+        if problem.direction == "backward_filter":
+            return compiled(
+                key, lambda target: emitter(problem, target).emit(), pointers, description
+            )
+        return compiled_in_halves(
+            key, lambda target: emitter(problem, target), pointers, description
         )

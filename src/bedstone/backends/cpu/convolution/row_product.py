@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 from bedstone.backends.cpu.activation import emit_epilogue
-from bedstone.backends.cpu.builder import F64, I64, KernelBuilder, itemsize
+from bedstone.backends.cpu.builder import F64, I64, Call, KernelBuilder, itemsize
+from bedstone.backends.cpu.convolution.packed_filter import FilterKernel, Operands, Packed
 from bedstone.backends.cpu.convolution.row_blocking import View, blocking_of, views
-from bedstone.backends.cpu.kernel import ENTRY
 from bedstone.backends.cpu.microkernels import unrolled
 from bedstone.backends.cpu.packing import fill_zero, load_strided
 from bedstone.backends.cpu.shuffles import transposed
@@ -28,7 +28,7 @@ UNROLL = 4
 L1_SHARE = 0.5  # of the first-level cache for a chunk of the filter that stays there
 
 
-class RowProduct:
+class RowProduct(FilterKernel):
     """Emits the kernel: one phase of the output's pixels after the other."""
 
     def __init__(self, problem: ConvolutionProblem, target: Target) -> None:
@@ -43,6 +43,8 @@ class RowProduct:
             if not v.empty
         ]
         self.untouched = [v for v in found if v.empty]
+        self.part_bytes = max((phase.part_bytes for phase in self.phases), default=0)
+        self.packed_bytes = sum(phase.parts for phase in self.phases) * self.part_bytes
 
     @staticmethod
     def describe(problem: ConvolutionProblem, target: Target) -> str:
@@ -59,26 +61,20 @@ class RowProduct:
             f"{plan.block * plan.rows} pixels"
         )
 
-    def emit(self) -> KernelBuilder:
-        """The whole module."""
-        k = self.k
+    def emit_functions(self) -> None:
         for phase in self.phases:
             phase.emit_tiles()
-        has_bias = self.problem.epilogue.bias
-        with k.entry(ENTRY, pointers=4 if has_bias else 3) as call:
-            if self.problem.direction == "forward":
-                image, filter_, *bias, out = call.pointers
-            else:
-                filter_, image, out = call.pointers
-                bias = []
-            packed = k.scratch(max((phase.packed_bytes for phase in self.phases), default=0))
-            for phase in self.phases:
-                phase.emit(call, image, filter_, bias[0] if bias else 0, out, packed)
-            for v in self.untouched:
-                self._scale(call, v, out)
-        return k
 
-    def _scale(self, call: Any, v: View, out: Int) -> None:
+    def body(self, call: Call, operands: Operands, packed: Packed) -> None:
+        first = 0
+        for phase in self.phases:
+            phase.emit(call, operands, packed, first, self.part_bytes)
+            first += phase.parts
+        if packed.multiplies:
+            for v in self.untouched:
+                self._scale(call, v, operands.out)
+
+    def _scale(self, call: Any, v: View, out: IntLike) -> None:
         """out = beta * out for pixels that no tap reaches."""
         k, dtype = self.k, str(self.problem.x.dtype)
         sum_dtype = str(self.problem.x.dtype.accumulator)
@@ -124,7 +120,8 @@ class _Phase:
         self.filter_table = [r + s for r in rows.filters for s in columns.filters]
         stays = plan.panel_bytes * plan.split <= target.l1_bytes * L1_SHARE
         self.filters_inside = stays
-        self.packed_bytes = plan.part * plan.chunks * plan.panel_bytes
+        self.parts = -(-plan.panels // plan.part)
+        self.part_bytes = plan.part * plan.chunks * plan.panel_bytes
 
     def emit_tiles(self) -> None:
         """The functions that `emit` calls."""
@@ -132,16 +129,22 @@ class _Phase:
             self._emit_tile(rows)
 
     def emit(
-        self, call: Any, image: Int, filter_: Int, bias: IntLike, out: Int, packed: Int
+        self, call: Call, operands: Operands, packed: Packed, first: int, part_bytes: int
     ) -> None:
-        """Pack the filter, multiply; in parts where the filter is large."""
+        """Pack the filter, multiply; in parts where the filter is large. `first` is the number of
+        this phase's first part."""
         k, plan = self.k, self.plan
-        self.alpha, self.beta, self.bias = call.alpha, call.beta, bias
-        with k.loop(0, plan.panels, plan.part) as panel0:
+        self.alpha, self.beta, self.bias = call.alpha, call.beta, operands.bias
+        with k.loop(0, self.parts) as part:
+            panel0, at = part * plan.part, packed.part(first + part, part_bytes)
             panels = k.min(plan.panels - panel0, plan.part)
-            with k.parallel(panels, call.threads) as job, job.each_task() as panel:
-                self._pack_filter(filter_, packed + panel * plan.panel_bytes, panel0 + panel)
-            self._multiply(call.threads, image, out + self.view.start, packed, panel0, panels)
+            if packed.packs:
+                with k.parallel(panels, call.threads) as job, job.each_task() as panel:
+                    to = at + panel * plan.panel_bytes
+                    self._pack_filter(operands.filter, to, panel0 + panel)
+            if packed.multiplies:
+                out = operands.out + self.view.start
+                self._multiply(call.threads, operands.image, out, at, panel0, panels)
 
     def _sizes(self) -> list[int]:
         plan = self.plan
@@ -149,7 +152,7 @@ class _Phase:
 
     # Filter ------------------------------------------------------------------------------------
 
-    def _pack_filter(self, filter_: Int, to: IntLike, panel: IntLike) -> None:
+    def _pack_filter(self, filter_: IntLike, to: IntLike, panel: IntLike) -> None:
         """One panel of outer channels, chunk by chunk (`part` panels apart), step by step."""
         k, plan, v = self.k, self.plan, self.view
         taps = plan.run // v.inner
@@ -210,7 +213,13 @@ class _Phase:
     # Products ----------------------------------------------------------------------------------
 
     def _multiply(
-        self, threads: Int, image: Int, out: Int, packed: Int, panel0: IntLike, panels: IntLike
+        self,
+        threads: Int,
+        image: IntLike,
+        out: IntLike,
+        packed: IntLike,
+        panel0: IntLike,
+        panels: IntLike,
     ) -> None:
         """A parallel phase: one task a block of pixels against a run of filter panels."""
         k, plan, v = self.k, self.plan, self.view

@@ -16,11 +16,11 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from bedstone.backends.cpu.builder import KernelBuilder, itemsize
+from bedstone.backends.cpu.builder import Call, KernelBuilder, itemsize
 from bedstone.backends.cpu.convolution.geometry import axis_line
 from bedstone.backends.cpu.convolution.image_product import DEPTH, TASKS_WANTED, even_pieces
+from bedstone.backends.cpu.convolution.packed_filter import FilterKernel, Operands, Packed
 from bedstone.backends.cpu.convolution.row_blocking import line_cycles
-from bedstone.backends.cpu.kernel import ENTRY
 from bedstone.backends.cpu.microkernels import Tile, emit_tile
 from bedstone.backends.cpu.packing import fill_zero
 from bedstone.backends.cpu.target import MIB, Target
@@ -199,7 +199,7 @@ def work(problem: ConvolutionProblem, target: Target) -> float:
     return problem.x.dims[0] * cycles * 4 * plan.lanes  # two multiply-adds a cycle
 
 
-class TapProduct:
+class TapProduct(FilterKernel):
     """Emits the kernel."""
 
     def __init__(self, problem: ConvolutionProblem, target: Target) -> None:
@@ -219,6 +219,7 @@ class TapProduct:
             r * w[2] + s * w[3] for r in range(len(self.down.places)) for s in range(self.width)
         ]
         self.pitch = self.across.size * PIXEL * self.item  # of a row of dx in scratch
+        self.part_bytes = self.packed_bytes = self.plan.panels * self.depth * self.plan.step_bytes
 
     @staticmethod
     def describe(problem: ConvolutionProblem, target: Target) -> str:
@@ -229,33 +230,34 @@ class TapProduct:
             f"along taps and channels; tasks of {plan.band} rows"
         )
 
-    def emit(self) -> KernelBuilder:
-        """The whole module."""
-        k, plan, batch = self.k, self.plan, self.problem.x.dims[0]
+    def emit_functions(self) -> None:
+        plan = self.plan
         for rows in self._sizes():
             tile = Pixels(rows, plan.vectors, plan.lanes, plan.chunk, self.dtype, pitch=self.y[3])
-            emit_tile(k, tile, f"tile{rows}")
-        with k.entry(ENTRY, pointers=3) as call:
-            w, dy, dx = call.pointers
-            self.alpha, self.beta = call.alpha, call.beta
-            panel_bytes = self.depth * plan.step_bytes
-            packed = k.scratch(plan.panels * panel_bytes)
+            emit_tile(self.k, tile, f"tile{rows}")
+
+    def body(self, call: Call, operands: Operands, packed: Packed) -> None:
+        k, plan, batch = self.k, self.plan, self.problem.x.dims[0]
+        self.alpha, self.beta = call.alpha, call.beta
+        panel_bytes, panels = self.depth * plan.step_bytes, packed.address
+        if packed.packs:
             with k.parallel(plan.panels, call.threads) as job, job.each_task() as panel:
-                self._pack(w, panel, packed + panel * panel_bytes)
+                self._pack(operands.filter, panel, panels + panel * panel_bytes)
+        if packed.multiplies:
             size = plan.band * self.pitch + plan.panels * plan.panel_bytes
             with (
                 k.parallel(batch * plan.bands, call.threads, size) as job,
                 job.each_task() as task,
             ):
                 n, first = task // plan.bands, task % plan.bands * plan.band
-                self._band(packed, dy + n * self.y[0], dx + n * self.x[0], first, job.scratch)
-        return k
+                dy, dx = operands.image + n * self.y[0], operands.out + n * self.x[0]
+                self._band(panels, dy, dx, first, job.scratch)
 
     def _sizes(self) -> list[int]:
         plan = self.plan
         return [plan.rows] + ([plan.rows - 1] if plan.long_tiles < plan.tiles else [])
 
-    def _pack(self, w: Int, panel: IntLike, to: IntLike) -> None:
+    def _pack(self, w: IntLike, panel: IntLike, to: IntLike) -> None:
         """The columns of one panel, zeros behind its last."""
         k, plan = self.k, self.plan
         first = panel * plan.taps
@@ -269,7 +271,7 @@ class TapProduct:
                     value = k.load(at + c * self.w[1], self.dtype)
                     k.store(value, row + t * (self.channels * self.item), self.dtype, c * self.item)
 
-    def _band(self, packed: Int, dy: Int, dx: Int, first: IntLike, scratch: Int) -> None:
+    def _band(self, packed: IntLike, dy: Int, dx: Int, first: IntLike, scratch: Int) -> None:
         """The rows of dx from `first` on that a task owns."""
         k, plan, down = self.k, self.plan, self.down
         rows = k.min(down.size - first, plan.band)
@@ -299,7 +301,7 @@ class TapProduct:
             fill_zero(k, at, across.before * columns, self.dtype, plan.lanes)
             fill_zero(k, at + behind, (across.after + 1) * columns, self.dtype, plan.lanes)
 
-    def _multiply(self, packed: Int, row: IntLike, products: Int) -> None:
+    def _multiply(self, packed: IntLike, row: IntLike, products: Int) -> None:
         """All products of a row of dy."""
         k, plan, sizes = self.k, self.plan, self._sizes()
         start = products + self.across.before * plan.step_bytes

@@ -24,7 +24,8 @@ from fractions import Fraction
 from typing import Any
 
 from bedstone.backends.cpu import cost
-from bedstone.backends.cpu.builder import KernelBuilder
+from bedstone.backends.cpu.builder import Call, KernelBuilder
+from bedstone.backends.cpu.convolution.packed_filter import FilterKernel, Operands, Packed
 from bedstone.backends.cpu.convolution.winograd_tiles import (
     QUAD,
     FilterReader,
@@ -32,7 +33,7 @@ from bedstone.backends.cpu.convolution.winograd_tiles import (
     TileWriter,
 )
 from bedstone.backends.cpu.irtypes import I64, itemsize
-from bedstone.backends.cpu.kernel import ENTRY, CompiledKernel, compiled
+from bedstone.backends.cpu.kernel import CompiledKernel, compiled_in_halves
 from bedstone.backends.cpu.target import KIB, MIB, Target
 from bedstone.plan.algorithm import Algorithm
 from bedstone.plan.config import get_num_threads
@@ -180,6 +181,11 @@ class Geometry:
         return -(-self.target.height // self.m), -(-self.target.width // self.m)
 
     @property
+    def rounds(self) -> int:
+        """Times that the transformed filters of some panels take turns on the chip."""
+        return -(-self.panels // self.group)
+
+    @property
     def patches(self) -> int:
         return self.batch * self.tiles[0] * self.tiles[1]
 
@@ -273,61 +279,66 @@ def geometry(problem: ConvolutionProblem, m: int, target: Target) -> Geometry:
     )  # fmt: skip
 
 
-class Emitter:
+class Emitter(FilterKernel):
     """Builds the kernel of one geometry."""
 
     def __init__(self, target: Target, problem: ConvolutionProblem, g: Geometry) -> None:
         self.k, self.g, self.problem = KernelBuilder(target), g, problem
         self.bt, self.gm, self.at = matrices(g.m)
+        self.writer = TileWriter(
+            self.k, g, problem.epilogue, lambda m: transform(self.k, self.at, m)
+        )
+        self.part_bytes = g.group * g.panel_bytes
+        self.packed_bytes = g.groups * g.rounds * self.part_bytes
 
-    def emit(self) -> KernelBuilder:
-        k, g = self.k, self.g
+    def emit_functions(self) -> None:
         self._product("product")
-        names = [operand.name for operand in self.problem.operands]
-        writer = TileWriter(k, g, self.problem.epilogue, lambda m: transform(k, self.at, m))
-        writer.emit_definition("by_definition")
-        with k.entry(ENTRY, len(names)) as call:
-            arrays = dict(zip(names, call.pointers))
-            source = arrays.get("x", arrays.get("dy"))
-            filters, out = arrays["w"], call.pointers[-1]
-            bias = arrays.get("bias", 0)
-            u = k.scratch(g.group * g.panel_bytes)
-            with k.loop(0, g.groups) as number, k.loop(0, g.panels, g.group) as first:
-                source, filters, bias, out = self._of_group(number, source, filters, bias, out)
-                live = k.min(g.panels - first, g.group)
-                self._filters(filters, u, first, live, call.threads)
-                blocks = -(-g.patches // g.block)
-                with k.parallel(blocks * g.splits, call.threads, g.scratch) as job:
-                    v = job.scratch
-                    products = v + g.points * g.patch_plane
-                    zeros = products + g.points * g.product_plane
-                    k.store(k.constant(0.0, g.accumulator, g.lanes), zeros, g.accumulator)
-                    with job.each_task() as task:
-                        start = task // g.splits * g.block
-                        stop = k.min(start + g.block, g.patches)
-                        self._patches(source, v, zeros, start, stop)
-                        part = task % g.splits
-                        low, high = part * live // g.splits, (part + 1) * live // g.splits
-                        with k.loop(low, high) as p:
-                            self._products(v, u + p * g.panel_bytes, products, stop - start)
-                            writer.emit_block(
-                                products, start, stop, first + p,
-                                (source, filters, bias, out), call,
-                            )  # fmt: skip
-        return k
+        self.writer.emit_definition("by_definition")
 
-    def _of_group(self, number: Any, source: Any, filters: Any, bias: Any, out: Any) -> Any:
+    def body(self, call: Call, operands: Operands, packed: Packed) -> None:
+        k, g = self.k, self.g
+        with k.loop(0, g.groups) as number, k.loop(0, g.rounds) as part:
+            first = part * g.group
+            here = self._of_group(number, operands)
+            live = k.min(g.panels - first, g.group)
+            u = packed.part(number * g.rounds + part, self.part_bytes)
+            if packed.packs:
+                self._filters(here.filter, u, first, live, call.threads)
+            if packed.multiplies:
+                self._multiply(call, here, u, first, live)
+
+    def _multiply(self, call: Call, operands: Operands, u: Any, first: Any, live: Any) -> None:
+        """A parallel phase: patches times the `live` panels from `first`."""
+        k, g = self.k, self.g
+        blocks = -(-g.patches // g.block)
+        with k.parallel(blocks * g.splits, call.threads, g.scratch) as job:
+            v = job.scratch
+            products = v + g.points * g.patch_plane
+            zeros = products + g.points * g.product_plane
+            k.store(k.constant(0.0, g.accumulator, g.lanes), zeros, g.accumulator)
+            with job.each_task() as task:
+                start = task // g.splits * g.block
+                stop = k.min(start + g.block, g.patches)
+                self._patches(operands.image, v, zeros, start, stop)
+                part = task % g.splits
+                low, high = part * live // g.splits, (part + 1) * live // g.splits
+                with k.loop(low, high) as p:
+                    self._products(v, u + p * g.panel_bytes, products, stop - start)
+                    self.writer.emit_block(products, start, stop, first + p, operands, call)
+
+    def _of_group(self, number: Any, whole: Operands) -> Operands:
         """The operands of one group."""
         g = self.g
         if g.groups == 1:
-            return source, filters, bias, out
+            return whole
+        bias = whole.bias
         if self.problem.epilogue.bias:
             bias = bias + number * (g.target.channels * itemsize(g.dtype))
-        return (
-            source + number * (g.source.channels * g.source.strides[1]),
-            filters + number * g.group_filter,
+        return Operands(
+            whole.image + number * (g.source.channels * g.source.strides[1]),
+            whole.filter + number * g.group_filter,
             bias,
-            out + number * (g.target.channels * g.target.strides[1]),
+            whole.out + number * (g.target.channels * g.target.strides[1]),
         )
 
     def _filters(self, w: Any, u: Any, first: Any, live: Any, threads: Any) -> None:
@@ -482,7 +493,7 @@ class Winograd(Algorithm):
         g = geometry(problem, self.m, Target.current())
         blocks = -(-g.patches // g.block)
         patches = blocks * g.block if g.patches < g.block else g.patches
-        rounds = -(-g.panels // g.group)
+        rounds = g.rounds
         inputs, outputs = g.source.channels, g.panels * g.width
         products = 2 * g.points * patches * inputs * outputs / PRODUCT_EFFICIENCY
         moved = rounds * g.splits * inputs * READ_FLOPS[self._by_channel(g.source, g)]
@@ -505,9 +516,9 @@ class Winograd(Algorithm):
             f"tasks of {g.block} patches; micro-tile {g.rows} patches x {g.width} channels; "
             f"filters transformed {g.group} of {g.panels} panels at a time"
         )
-        return compiled(
+        return compiled_in_halves(
             f"{self.name}|{problem}|{g}",
-            lambda target: Emitter(target, problem, g).emit(),
+            lambda target: Emitter(target, problem, g),
             len(problem.operands),
             description,
         )

@@ -17,7 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 from bedstone.backends.cpu import cost
-from bedstone.backends.cpu.builder import KernelBuilder
+from bedstone.backends.cpu.builder import Call
+from bedstone.backends.cpu.convolution.packed_filter import Operands, Packed
 from bedstone.backends.cpu.convolution.winograd import (
     FILTER,
     FILTER_BLOCK,
@@ -33,9 +34,9 @@ from bedstone.backends.cpu.convolution.winograd import (
     geometry,
     transform,
 )
-from bedstone.backends.cpu.convolution.winograd_tiles import QUAD, TileReader, TileWriter
+from bedstone.backends.cpu.convolution.winograd_tiles import QUAD, TileReader
 from bedstone.backends.cpu.irtypes import itemsize
-from bedstone.backends.cpu.kernel import ENTRY, CompiledKernel, compiled
+from bedstone.backends.cpu.kernel import CompiledKernel, compiled_in_halves
 from bedstone.backends.cpu.target import KIB, Target
 from bedstone.plan.algorithm import Algorithm
 from bedstone.plan.config import get_num_threads
@@ -65,37 +66,39 @@ def nested_geometry(problem: ConvolutionProblem, target: Target) -> Geometry:
 class NestedEmitter(Emitter):
     """Builds the kernel of one geometry."""
 
-    def emit(self) -> KernelBuilder:
+    def memory(self, call: Call) -> Any:
+        """The granted workspace."""
+        return call.workspace
+
+    def body(self, call: Call, operands: Operands, packed: Packed) -> None:
+        if packed.packs:
+            self._pieces(operands.filter, packed.address, call.threads)
+        if packed.multiplies:
+            self._sum_pieces(call, operands, packed.address)
+
+    def _sum_pieces(self, call: Call, operands: Operands, filters: Any) -> None:
+        """A parallel phase: patches times the transformed filters."""
         k, g = self.k, self.g
-        self._product("product")
-        names = [operand.name for operand in self.problem.operands]
-        writer = TileWriter(k, g, self.problem.epilogue, lambda m: transform(k, self.at, m))
-        writer.emit_definition("by_definition")
         sums_bytes = g.points * g.product_plane
-        with k.entry(ENTRY, len(names)) as call:
-            arrays = dict(zip(names, call.pointers))
-            source = arrays.get("x", arrays.get("dy"))
-            operands = (source, arrays["w"], arrays.get("bias", 0), call.pointers[-1])
-            self._pieces(arrays["w"], call.workspace, call.threads)
-            blocks = -(-g.patches // g.block)
-            scratch = g.points * g.patch_plane + g.panels * sums_bytes + ODD_LINE
-            with k.parallel(blocks, call.threads, scratch) as job:
-                v = job.scratch
-                sums = v + g.points * g.patch_plane
-                zeros = sums + g.panels * sums_bytes
-                k.store(k.constant(0.0, g.accumulator, g.lanes), zeros, g.accumulator)
-                with job.each_task() as task:
-                    start = task * g.block
-                    stop = k.min(start + g.block, g.patches)
-                    with k.loop(0, g.chunks) as chunk:
-                        self._shifted_patches(source, v, zeros, start, stop, chunk)
-                        u = call.workspace + chunk * (g.points * g.panel_plane)
-                        with k.loop(0, g.panels) as p:
-                            self._products(v, u + p * g.panel_bytes, sums + p * sums_bytes,
-                                           stop - start, chunk)  # fmt: skip
+        blocks = -(-g.patches // g.block)
+        scratch = g.points * g.patch_plane + g.panels * sums_bytes + ODD_LINE
+        with k.parallel(blocks, call.threads, scratch) as job:
+            v = job.scratch
+            sums = v + g.points * g.patch_plane
+            zeros = sums + g.panels * sums_bytes
+            k.store(k.constant(0.0, g.accumulator, g.lanes), zeros, g.accumulator)
+            with job.each_task() as task:
+                start = task * g.block
+                stop = k.min(start + g.block, g.patches)
+                with k.loop(0, g.chunks) as chunk:
+                    self._shifted_patches(operands.image, v, zeros, start, stop, chunk)
+                    u = filters + chunk * (g.points * g.panel_plane)
                     with k.loop(0, g.panels) as p:
-                        writer.emit_block(sums + p * sums_bytes, start, stop, p, operands, call)
-        return k
+                        self._products(v, u + p * g.panel_bytes, sums + p * sums_bytes,
+                                       stop - start, chunk)  # fmt: skip
+                with k.loop(0, g.panels) as p:
+                    at = sums + p * sums_bytes
+                    self.writer.emit_block(at, start, stop, p, operands, call)
 
     def _shifted_patches(
         self, source: Any, v: Any, zeros: Any, start: Any, stop: Any, chunk: Any
@@ -215,9 +218,9 @@ class NestedWinograd(Algorithm):
         if not isinstance(problem, ConvolutionProblem):
             raise TypeError(f"{self.name} was asked to build {problem}")
         g = nested_geometry(problem, Target.current())
-        return compiled(
+        return compiled_in_halves(
             f"{self.name}|{problem}|{g}",
-            lambda target: NestedEmitter(target, problem, g).emit(),
+            lambda target: NestedEmitter(target, problem, g),
             len(problem.operands),
             f"{g.pieces[0]}x{g.pieces[1]} pieces of 3x3; tasks of {g.block} patches; micro-tile "
             f"{g.rows} patches x {g.width} channels",

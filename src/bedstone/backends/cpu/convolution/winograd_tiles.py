@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bedstone.backends.cpu.activation import emit_epilogue
 from bedstone.backends.cpu.builder import KernelBuilder
+from bedstone.backends.cpu.convolution.packed_filter import Operands
 from bedstone.backends.cpu.irtypes import F64, I64, itemsize
 from bedstone.spec.convolution import Epilogue
 
@@ -210,19 +211,19 @@ class TileWriter:
         self.by_channel = g.target.strides[1] == itemsize(g.dtype)
 
     def emit_block(
-        self, products: Any, start: Any, stop: Any, panel: Any, arrays: Any, call: Any
+        self, products: Any, start: Any, stop: Any, panel: Any, operands: Operands, call: Any
     ) -> None:
         """Output patches start..stop of one panel of channels."""
         k, g = self.k, self.g
         rest = g.target.channels - (g.panels - 1) * g.width
         if rest == g.width:
-            self._panel(products, start, stop, panel, g.width, arrays, call)
+            self._panel(products, start, stop, panel, g.width, operands, call)
             return
         with k.if_else(panel < g.panels - 1) as (then, otherwise):
             with then:
-                self._panel(products, start, stop, panel, g.width, arrays, call)
+                self._panel(products, start, stop, panel, g.width, operands, call)
             with otherwise:
-                self._panel(products, start, stop, panel, rest, arrays, call)
+                self._panel(products, start, stop, panel, rest, operands, call)
 
     def _panel(
         self,
@@ -231,11 +232,12 @@ class TileWriter:
         stop: Any,
         panel: Any,
         live: int,
-        arrays: Any,
+        operands: Operands,
         call: Any,
     ) -> None:
         k, g = self.k, self.g
-        source, filters, bias, out = arrays
+        source, filters = operands.image, operands.filter
+        bias, out = operands.bias, operands.out
         sn, sc, sh, sw = g.target.strides
         rows, columns = g.tiles
         with k.loop(start, stop, at_least_once=True) as t:
