@@ -17,6 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import bedstone
 from bedstone.frameworks.onnx import InferenceSession, enable, report
+from bedstone.frameworks.onnx import recording as recording_module
 from bedstone.frameworks.onnx import session as session_module
 
 RANDOM = np.random.default_rng(0)
@@ -342,6 +343,39 @@ def test_a_recorded_run_computes_what_the_first_did_and_writes_to_nobodys_memory
         np.testing.assert_array_equal(value, expectation)
         np.testing.assert_array_equal(x, before)
         assert value.flags.writeable and value.flags.owndata
+
+
+def test_constant_weights_are_packed_once_while_there_is_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights that are inputs, or find no room, are packed in each call."""
+    made = []
+    prepare = bedstone.Plan.prepare
+
+    def noted(plan: bedstone.Plan, *arguments: Any) -> bedstone.PreparedPlan:
+        made.append(plan.problem)
+        return prepare(plan, *arguments)
+
+    monkeypatch.setattr(bedstone.Plan, "prepare", noted)
+    w = RANDOM.standard_normal((32, 32, 3, 3)).astype("f")
+    for constants, room, count in (({"w": w}, 1 << 20, 1), ({}, 1 << 20, 0), ({"w": w}, 1, 0)):
+        monkeypatch.setattr(recording_module, "PACKED_MAX", room)
+        proto = model(
+            [helper.make_node("Conv", ["x", "w"], ["y"], pads=[1] * 4)],
+            [constant(*item) for item in constants.items()], [1, 32, 8, 8],
+        )  # fmt: skip
+        if not constants:
+            value = helper.make_tensor_value_info("w", TensorProto.FLOAT, w.shape)
+            proto.graph.input.append(value)
+        made.clear()
+        session = InferenceSession(proto)
+        for factor in (1, 2, 3):
+            x = RANDOM.standard_normal((1, 32, 8, 8)).astype("f")
+            other = {} if constants else {"w": factor * w}
+            (y,) = session.run(None, {"x": x, **other})
+            want = bedstone.convolution(x, other.get("w", w), padding=1)
+            np.testing.assert_array_equal(y, want)
+        assert session._recordings and len(made) == count
 
 
 GLUE_NODES = [

@@ -35,6 +35,7 @@ class Planned:
     """A node on bedstone: `run(inputs) -> outputs`; `algorithm` says what ran last."""
 
     reads: int | None = None  # of the node's inputs, the first so many; all
+    weights: int | None = None  # the input that is the filter of a plan
 
     def __init__(self, node: Node, graph: Graph) -> None:
         self.node, self.attributes, self.opset = node, node.attributes, graph.opset
@@ -46,11 +47,20 @@ class Planned:
         inputs = inputs[: self.reads]
         return self.call(self._entry(inputs), inputs)
 
-    def bind(self, inputs: Sequence[Any], outputs: Sequence[Array]) -> list[Callable[[], Any]]:
-        """Calls that compute `outputs` anew from `inputs`, contiguous arrays that stay where they
-        are; `run` has had inputs of these shapes."""
-        inputs = inputs[: self.reads]
-        return self.calls(self._entry(inputs), inputs, outputs)
+    def plan_of(self, inputs: Sequence[Any]) -> bedstone.Plan:
+        """The plan for inputs of these shapes."""
+        plan: bedstone.Plan = self._entry(inputs[: self.reads])[0]
+        return plan
+
+    def bind(
+        self,
+        plan: bedstone.Plan | bedstone.PreparedPlan,
+        inputs: Sequence[Any],
+        outputs: Sequence[Array],
+    ) -> list[Callable[[], Any]]:
+        """Calls of a plan (prepared or not) for inputs of these shapes that compute `outputs` anew
+        from `inputs`, contiguous arrays that stay where they are."""
+        return [bound(plan, [i for i in inputs[: self.reads] if i is not None], outputs)]
 
     def _entry(self, inputs: Sequence[Any]) -> Any:
         x = inputs[0]
@@ -73,12 +83,6 @@ class Planned:
         execute(plan, [i for i in inputs if i is not None], y)
         self.algorithm = plan.algorithm
         return [y]
-
-    def calls(
-        self, entry: Any, inputs: Sequence[Any], outputs: Sequence[Array]
-    ) -> list[Callable[[], Any]]:
-        """`call` on memory that is there."""
-        return [bound(entry[0], [i for i in inputs if i is not None], outputs)]
 
     def plans_made(self) -> list[bedstone.Plan]:
         """Every plan this node holds."""
@@ -141,6 +145,8 @@ def sliding(
 class Conv(Planned):
     """Conv, with bias and a fused activation as the plan's epilogue."""
 
+    weights = 1
+
     def plan(self, inputs: Sequence[Any]) -> Any:
         x, w = inputs[:2]
         if x.ndim not in (3, 4, 5):
@@ -156,6 +162,8 @@ class Conv(Planned):
 
 class ConvTranspose(Planned):
     """ConvTranspose: the data gradient of a convolution; the bias is what the output starts as."""
+
+    weights = 1
 
     def plan(self, inputs: Sequence[Any]) -> Any:
         x, w = inputs[:2]
@@ -209,15 +217,18 @@ class ConvTranspose(Planned):
         self.algorithm = plan.algorithm
         return [y]
 
-    def calls(
-        self, entry: Any, inputs: Sequence[Any], outputs: Sequence[Array]
+    def bind(
+        self,
+        plan: bedstone.Plan | bedstone.PreparedPlan,
+        inputs: Sequence[Any],
+        outputs: Sequence[Array],
     ) -> list[Callable[[], Any]]:
         x, w = inputs[:2]
         if len(inputs) < 3 or inputs[2] is None:
-            return [bound(entry[0], [w, x], outputs)]
+            return [bound(plan, [w, x], outputs)]
         bias = inputs[2].reshape(1, -1, *(1,) * (x.ndim - 2))
         fill = functools.partial(np.copyto, outputs[0], bias)
-        return [fill, bound(entry[0], [w, x], outputs, beta=1.0)]
+        return [fill, bound(plan, [w, x], outputs, beta=1.0)]
 
 
 class Pool(Planned):
@@ -253,14 +264,17 @@ class Pool(Planned):
         self.algorithm = plan.algorithm
         return [y, self._flat(indices, x.shape)]
 
-    def calls(
-        self, entry: Any, inputs: Sequence[Any], outputs: Sequence[Array]
+    def bind(
+        self,
+        plan: bedstone.Plan | bedstone.PreparedPlan,
+        inputs: Sequence[Any],
+        outputs: Sequence[Array],
     ) -> list[Callable[[], Any]]:
         if len(outputs) < 2:
-            return super().calls(entry, inputs, outputs)
+            return super().bind(plan, inputs, outputs)
         y, flat = outputs
         indices, shape = np.empty(y.shape, np.int64), inputs[0].shape
-        kernel = bound(entry[0], inputs, [y, indices])
+        kernel = bound(plan, inputs, [y, indices])
         return [kernel, lambda: np.copyto(flat, self._flat(indices, shape))]
 
     def _flat(self, indices: Array, x: tuple[int, ...]) -> Array:
@@ -346,6 +360,8 @@ class BatchNormalization(Planned):
 class MatMul(Planned):
     """A matrix (or a stack of rows) times a matrix: a 1x1 convolution of one row of pixels, whose
     strides say that channels lie innermost. Bias and activation are its epilogue."""
+
+    weights = 1
 
     def plan(self, inputs: Sequence[Any]) -> Any:
         a, b = inputs[:2]

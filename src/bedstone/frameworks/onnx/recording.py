@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import bedstone
+from bedstone.arrays import ArrayRef
 from bedstone.frameworks.onnx.graph import Array, Graph, Node
 from bedstone.frameworks.onnx.report import Ledger
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 Call = Callable[[], Any]
 
 MEMORY_MAX = 256 << 20  # bytes of values kept: in networks of more, looking up costs nothing
+PACKED_MAX = 256 << 20  # bytes of packed weights kept; the rest are packed in each call
 ALIGNMENT = 64  # of a value in memory: a cache line
 # A call of less runs on one thread: about what it takes to start and join another.
 SMALL_SECONDS = 15e-6
@@ -44,21 +46,29 @@ class Unrecorded(Exception):
 
 
 def bound(
-    plan: bedstone.Plan, inputs: Sequence[Array], outputs: Sequence[Array], beta: float = 0.0
+    plan: bedstone.Plan | bedstone.PreparedPlan,
+    inputs: Sequence[Array],
+    outputs: Sequence[Array],
+    beta: float = 0.0,
 ) -> Call:
     """The plan's call on contiguous arrays that stay where they are."""
     pointers = [a.__array_interface__["data"][0] for a in (*inputs, *outputs)]
+    packed = plan.packed if isinstance(plan, bedstone.PreparedPlan) else 0
     entry = plan.native_entry
     if entry is None:
-        return functools.partial(plan.kernel, pointers, 0, 1.0, beta, 0)
+        return functools.partial(plan.kernel, pointers, packed, 1.0, beta, 0)
     words, numbers = [ctypes.c_int64] * (entry.pointers + 1), [ctypes.c_double] * 2
     function = ctypes.CFUNCTYPE(None, *words, *numbers, ctypes.c_int64)(entry.address)
     problem = plan.problem
     small = problem.flops / SLOW_FLOPS + problem.bytes / SLOW_BYTES < SMALL_SECONDS
     threads = 1 if small else bedstone.get_num_threads()
-    arguments = [*map(ctypes.c_int64, (*pointers, 0)), ctypes.c_double(1.0), ctypes.c_double(beta)]
+    arguments = [
+        *map(ctypes.c_int64, (*pointers, packed)),
+        ctypes.c_double(1.0),
+        ctypes.c_double(beta),
+    ]
     call = functools.partial(function, *arguments, ctypes.c_int64(threads))
-    call.owner = entry.owner  # type: ignore[attr-defined]
+    call.owner = plan  # type: ignore[attr-defined]
     return call
 
 
@@ -83,6 +93,7 @@ class Recording:
         self._groups: Counter[tuple[str, str]] = Counter()
         self._kept: list[Array] = []  # whatever a call has the address of
         self._memory = _Memory()
+        self._packed_left = PACKED_MAX
         for name, value in feed.items():
             if not isinstance(value, np.ndarray) or value.dtype.kind not in "fiub":
                 raise Unrecorded
@@ -135,7 +146,10 @@ class Recording:
         if step.planned is not None and algorithm == step.planned.algorithm:
             places = self._places(node, outputs)
             inputs = [i if i is None else self._contiguous(i, group) for i in inputs]
-            calls = step.planned.bind(inputs, places)
+            plan, weights = step.planned.plan_of(inputs), step.planned.weights
+            if weights is not None and known[weights]:
+                plan = self._prepared(plan, inputs[weights])
+            calls = step.planned.bind(plan, inputs, places)
             self._kept += [i for i in inputs if i is not None] + places
         elif algorithm == "numpy" and step.glue is not None:
             if node.op not in SHAPED_BY_ALL and not all(known[1:]):
@@ -147,6 +161,16 @@ class Recording:
         else:
             raise Unrecorded
         self._add(group, *calls)
+
+    def _prepared(
+        self, plan: bedstone.Plan, weights: Array
+    ) -> bedstone.Plan | bedstone.PreparedPlan:
+        """The plan with weights that stay as they are, packed here if there is room."""
+        if plan.prepared_size > self._packed_left:
+            return plan
+        self._packed_left -= plan.prepared_size
+        address = weights.__array_interface__["data"][0]
+        return plan.prepare(ArrayRef(address, plan.problem.w, owner=weights))  # type: ignore[attr-defined]
 
     def _value(self, name: str) -> Array:
         return self._values[name] if name in self._values else self._constants[name]
