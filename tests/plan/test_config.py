@@ -186,6 +186,31 @@ print(*seen)
     assert in_fresh_process(program, OMP_NUM_THREADS="2")[0] == "3 4 3 7"
 
 
+@pytest.mark.parametrize("ends", ["outer inner", "inner outer"])
+def test_of_several_defaults_the_last_holds_until_it_ends(ends):
+    """Numbers and teams (which are never called here), whichever ends first."""
+    program = f"""
+import ctypes
+import bedstone as b
+from bedstone.plan.config import team_address
+team = ctypes.c_int64.from_address(team_address())
+def see():
+    seen.append(f"{{b.get_num_threads()}}:{{team.value}}")
+seen = []
+b.set_default_num_threads(3, over_choice=True, team=30, owner="outer")
+b.set_default_num_threads(4, team=40, owner="inner")
+see()
+for owner in "{ends}".split():
+    b.set_default_num_threads(None, owner=owner)
+    see()
+b.set_default_num_threads(None, owner="nobody")
+see()
+print(*seen)
+"""
+    between = "4:40" if ends.startswith("outer") else "3:30"
+    assert in_fresh_process(program, OMP_NUM_THREADS="2")[0] == f"4:40 {between} 2:0 2:0"
+
+
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "2"])
 def test_wrong_default_number_of_threads(wrong):
     with pytest.raises(InvalidDescriptor, match="threads: got .*, expected an integer of 1 or"):

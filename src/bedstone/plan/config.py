@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Hashable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 
@@ -99,6 +100,10 @@ _chosen_threads = 0  # by BEDSTONE_NUM_THREADS or set_num_threads; 0: nobody has
 _process_threads = ctypes.c_int64(0)  # the process's number of threads, for compiled code
 _process_team = ctypes.c_int64(0)  # whose threads they are: see set_default_num_threads
 _is_forked = False
+_Default = tuple[int, bool, int | None]  # threads (0: the usual number), over_choice, team
+_NO_DEFAULT: _Default = (0, False, None)
+_defaults: dict[Hashable, _Default] = {}  # by owner, the last one last
+_lock = threading.Lock()
 _current: ContextVar[Config | None] = ContextVar("bedstone_config", default=None)
 
 
@@ -154,11 +159,14 @@ def set_num_threads(threads: int) -> None:
 
 
 def set_default_num_threads(
-    threads: int | None, over_choice: bool = False, team: int | None = None
+    threads: int | None,
+    over_choice: bool = False,
+    team: int | None = None,
+    owner: Hashable = None,
 ) -> None:
     """Number of CPU threads where nobody has chosen one, neither by `set_num_threads` nor by
-    BEDSTONE_NUM_THREADS: a framework's own number, while bedstone serves it. None: the number that
-    was chosen, or the usual default, again.
+    BEDSTONE_NUM_THREADS: a framework's own number, while bedstone serves it. None: what held
+    before, that of another owner, or the number that was chosen, or the usual default.
 
     over_choice  also in place of a number that was chosen before
     team         whose threads they are. None: bedstone's own. Else the address of a function
@@ -168,15 +176,21 @@ def set_default_num_threads(
                  The threads of such a runtime spin on their cores for milliseconds after each use,
                  so that next to them bedstone's own would wait for a core. A child of a fork has
                  bedstone's own, since these runtimes do not outlive one.
+    owner        who asks: what the last of several asked for holds, until that one is done
     """
     if threads is not None and (not isinstance(threads, int) or threads < 1):
         raise InvalidDescriptor("threads", threads, "an integer of 1 or more, or None")
     if team is not None and (not isinstance(team, int) or team < 1 or threads is None):
         raise InvalidDescriptor("team", team, "None, or with `threads` a function's address")
-    _process_team.value = 0 if _is_forked else team or 0
     settings = _of_process()
-    found = threads if over_choice else None
-    _set_process(settings, found or _chosen_threads or threads or _default_threads())
+    with _lock:
+        _defaults.pop(owner, None)
+        if threads is not None:
+            _defaults[owner] = (threads, over_choice, team)
+        wanted, first, lent = next(reversed(_defaults.values()), _NO_DEFAULT)
+        _process_team.value = 0 if _is_forked else lent or 0
+        found = wanted if first else 0
+        _set_process(settings, found or _chosen_threads or wanted or _default_threads())
 
 
 def get_num_threads() -> int:
@@ -202,8 +216,8 @@ def team_address() -> int:
 
 def _leave_team() -> None:
     """In the child of a fork, where the team's threads are gone: none, from now on."""
-    global _is_forked
-    _is_forked, _process_team.value = True, 0
+    global _is_forked, _lock
+    _is_forked, _process_team.value, _lock = True, 0, threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):

@@ -155,7 +155,7 @@ def _grad(outputs: Any, inputs: Any, gradients: Any, retain: bool, create: bool,
 
 def _within(current: _Pass, function: Callable[..., Any], *arguments: Any) -> Any:
     _running.passes.append(current)
-    threads.take()  # (the pass may run after the block of `enable()`)
+    taken = threads.take()  # (the pass may run after the block of `enable()`)
     try:
         return function(*arguments)
     except Exception:
@@ -163,7 +163,7 @@ def _within(current: _Pass, function: Callable[..., Any], *arguments: Any) -> An
             raise current.error from None
         raise
     finally:
-        threads.give_back()
+        threads.give_back(taken)
         _running.passes.pop()
         current.end()
 

@@ -41,7 +41,7 @@ _Place = tuple[Any, str, str]  # module, attribute, operator
 _found: tuple[int, list[_Place]] | None = None  # among how many modules, and where
 
 _lock = threading.RLock()
-_Asked = tuple[tuple[str, ...], bool]  # operators, `always`
+_Asked = tuple[tuple[str, ...], bool, object]  # operators, `always`, threads taken
 _asked: list[_Asked] = []  # of each patch() not yet taken back
 
 
@@ -80,20 +80,19 @@ def _places() -> list[_Place]:
     return _found[1]
 
 
-def _take(asked: _Asked) -> None:
-    names, always = asked
+def _take(names: tuple[str, ...], always: bool) -> _Asked:
     with _lock:
         gradients.watch()
-        threads.take()
         policy.always += always
         policy.asked.update(names)
         _exchange([name for name in names if policy.asked[name] == 1], _native, _ours)
+        return names, always, threads.take()
 
 
 def _give_back(asked: _Asked) -> None:
-    names, always = asked
+    names, always, taken = asked
     with _lock:
-        threads.give_back()
+        threads.give_back(taken)
         policy.always -= always
         policy.asked.subtract(names)
         _exchange([name for name in names if not policy.asked[name]], _ours, _native)
@@ -111,13 +110,12 @@ def patch(
     always   run bedstone's kernels also where PaddlePaddle's are known to be as fast
 
     Meanwhile bedstone has as many CPU threads as PaddlePaddle has now, unless somebody has chosen
-    bedstone's number. Calls add up: each needs its own `unpatch()`. Raises InvalidDescriptor for an
-    unknown name.
+    bedstone's number, and where that is known PaddlePaddle's own, those of its OpenMP runtime.
+    Calls add up: each needs its own `unpatch()`. Raises InvalidDescriptor for an unknown name.
     """
-    asked = (_chosen(only, except_), always)
+    chosen = _chosen(only, except_)
     with _lock:
-        _take(asked)
-        _asked.append(asked)
+        _asked.append(_take(chosen, always))
 
 
 def unpatch() -> None:
@@ -137,8 +135,7 @@ def enable(
 ) -> Iterator[None]:
     """`patch()` for the code inside the block (in every thread meanwhile). Blocks nest. Gradients
     of what was computed inside run on bedstone's kernels after the block too."""
-    asked = (_chosen(only, except_), always)
-    _take(asked)
+    asked = _take(_chosen(only, except_), always)
     try:
         yield
     finally:

@@ -1,9 +1,10 @@
-"""bedstone's number of CPU threads while it serves PaddlePaddle: PaddlePaddle's own.
+"""bedstone's CPU threads while it serves PaddlePaddle: as many as PaddlePaddle's, and the same.
 
 PaddlePaddle has one thread unless OMP_NUM_THREADS was set before its import, or
 `paddle.base.core.set_num_threads` after; only the OpenMP runtime that it brings along knows the
 number. Who has chosen bedstone's (`bedstone.set_num_threads`, `bedstone.config`,
-BEDSTONE_NUM_THREADS) has that number instead.
+BEDSTONE_NUM_THREADS) has that number instead. The runtime's threads spin for 0.2 s after
+each use, and would keep bedstone's own from their cores.
 """
 
 from __future__ import annotations
@@ -11,52 +12,49 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import paddle
 
 from bedstone import set_default_num_threads
 
-_lock = threading.Lock()
-_users = 0
-
 
 @functools.cache
-def _counter() -> Callable[[], int] | None:
-    """The function of PaddlePaddle's OpenMP runtime that tells the number; None where it brings
-    none, or another."""
+def _runtime() -> ctypes.CDLL | None:
+    """The OpenMP runtime that PaddlePaddle brings along and has loaded; None where it brings none,
+    or another."""
     path = Path(paddle.__file__).parent / "libs" / "libiomp5.so"
     loaded_already = getattr(os, "RTLD_NOLOAD", 0) | os.RTLD_NOW if path.exists() else 0
     try:
-        return ctypes.CDLL(str(path), mode=loaded_already).omp_get_max_threads
-    except (OSError, AttributeError):
+        return ctypes.CDLL(str(path), mode=loaded_already)
+    except OSError:
         return None
+
+
+@functools.cache
+def _team() -> int | None:
+    """The function by which PaddlePaddle's kernels start OpenMP's threads."""
+    parallel = getattr(_runtime(), "GOMP_parallel", None)
+    return None if parallel is None else ctypes.cast(parallel, ctypes.c_void_p).value
 
 
 def paddle_threads() -> int:
     """The CPU threads that PaddlePaddle's kernels use when called from this thread."""
-    count = _counter()
-    if count is not None:
-        return count()
+    runtime = _runtime()
+    if runtime is not None:
+        return int(runtime.omp_get_max_threads())
     found = os.environ.get("OMP_NUM_THREADS", "")  # PaddlePaddle sets it if nobody else has
     return int(found) if found.isdigit() and int(found) else 1
 
 
-def take() -> None:
-    """From now on bedstone's default is PaddlePaddle's number; each call needs its `give_back`."""
-    global _users
-    threads = paddle_threads()
-    with _lock:
-        _users += 1
-        set_default_num_threads(threads)
+def take() -> object:
+    """From now on bedstone's default is PaddlePaddle's number, and its threads are
+    PaddlePaddle's, until the result is given to `give_back`."""
+    owner = object()
+    set_default_num_threads(paddle_threads(), team=_team(), owner=owner)
+    return owner
 
 
-def give_back() -> None:
-    """Undo a `take`; after the last, bedstone's default is its own again."""
-    global _users
-    with _lock:
-        _users -= 1
-        if _users == 0:
-            set_default_num_threads(None)
+def give_back(owner: object) -> None:
+    """Undo a `take`: what held before holds again, if nobody has asked for anything since."""
+    set_default_num_threads(None, owner=owner)
