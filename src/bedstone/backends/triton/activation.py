@@ -31,7 +31,8 @@ def activation_forward_kernel(
     x_offs = tile_offsets(dims, A, B, x_strides, BA, BB, WIDE)
     y_ptrs = y_ptr + tile_offsets(dims, A, B, y_strides, BA, BB, WIDE)
     x = tl.load(x_ptr + x_offs, mask=mask).to(ACC)
-    out = alpha * activate(x, KIND, act_a, act_b)
+    rough: tl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth == 16
+    out = alpha * activate(x, KIND, act_a, act_b, rough)
     if beta != 0:
         out += beta * tl.load(y_ptrs, mask=mask).to(ACC)
     tl.store(y_ptrs, out.to(y_ptr.dtype.element_ty), mask=mask)

@@ -36,8 +36,9 @@ interpreter._patch_lang_tensor = _patch_lang_tensor
 
 
 class Builder(interpreter.InterpreterBuilder):
-    """The interpreter's operations, with bfloat16 as GPUs have it: rounded to nearest even (its
-    own casts cut digits off) and multiplied as numbers (its own products take the bits)."""
+    """The interpreter's operations, with fma rounded once, and bfloat16 as GPUs have it: rounded
+    to nearest even (its own casts cut digits off) and multiplied as numbers (its own products take
+    the bits)."""
 
     def cast_impl(self, src: Any, dst_type: Any) -> Any:
         source, target = src.dtype.scalar, dst_type.scalar
@@ -49,6 +50,11 @@ class Builder(interpreter.InterpreterBuilder):
         with np.errstate(all="ignore"):
             data = src.data.astype(DType.bfloat16.numpy).view(np.uint16)
         return interpreter.TensorHandle(data, target)
+
+    def create_fma(self, x: Any, y: Any, z: Any) -> Any:
+        with np.errstate(all="ignore"):
+            exact = x.data.astype(np.float64) * y.data + z.data
+        return interpreter.TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
 
     def create_dot(self, a: Any, b: Any, d: Any, *options: Any) -> Any:
         if a.dtype.scalar == tl.bfloat16:

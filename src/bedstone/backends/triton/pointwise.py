@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+LOG2_E_LOW = tl.constexpr(1.925963033500e-08)  # log2(e) less its float32
+LN2 = tl.constexpr(0.6931471805599453)
 LN2_HIGH = tl.constexpr(0.693359375)  # 10 bits: n * LN2_HIGH is exact for |n| < 2^14
 LN2_LOW = tl.constexpr(-2.12194440054690583e-4)
 EXP_LIMIT = tl.constexpr(120.0)  # beyond it, exp is 0 or infinite in float32
@@ -18,27 +20,30 @@ SQRT_HALF = tl.constexpr(0.7071067811865476)
 SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 GELU_CUBIC = tl.constexpr(0.044715)
-
-
-@triton.jit
-def power_of_two(n):
-    """2^n as float32, for integers n from -126 to 127, by writing the exponent's bits."""
-    return ((n + 127) << 23).to(tl.float32, bitcast=True)
+# (tanh(x) - x) / x^3 in x^2 where |x| is below TANH_NEAR: a minimax fit, tanh to 1e-10 of itself.
+TANH_NEAR, TANH_NEAR_ROUGH = tl.constexpr(0.6), tl.constexpr(0.0625)
+TANH_0, TANH_1 = tl.constexpr(-0.33333331720723114), tl.constexpr(0.1333324536905191)
+TANH_2, TANH_3 = tl.constexpr(-0.05395216671724677), tl.constexpr(0.021732719997228287)
+TANH_4, TANH_5 = tl.constexpr(-0.008262742103063363), tl.constexpr(0.0022269718148422227)
+# erfc(z) e^(z^2) / 2t in t = 1 / (1 + ROUGH_SHARE z): a minimax fit for z up to 10, to 1e-5 of it.
+ROUGH_SHARE = tl.constexpr(0.45)
+ROUGH_0, ROUGH_1 = tl.constexpr(0.12695712037341256), tl.constexpr(0.12612517905204484)
+ROUGH_2, ROUGH_3 = tl.constexpr(0.12320656108185737), tl.constexpr(0.04655047319483049)
+ROUGH_4, ROUGH_5 = tl.constexpr(0.14460128900556704), tl.constexpr(-0.06744515766041087)
 
 
 @triton.jit
 def exp(x):
-    """e^x within 2 units in the last place."""
+    """e^x within 3 units in the last place: the hardware's 2^t, times e to what rounding took from
+    the exponent t = x log2(e)."""
     if x.dtype == tl.float64:
         return tl.exp(x)
     else:
-        t = tl.where(x > EXP_LIMIT, EXP_LIMIT, tl.where(x < -EXP_LIMIT, -EXP_LIMIT, x))
-        n = tl.floor(t * LOG2_E + 0.5)
-        r = (t - n * LN2_HIGH) - n * LN2_LOW
-        # In two factors, since 2^n alone may overflow where e^x does not.
-        i = tl.where(n == n, n, 0.0).to(tl.int32)
-        half = i >> 1
-        return tl.exp(r) * power_of_two(half) * power_of_two(i - half)
+        z = tl.minimum(x, EXP_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        z = tl.maximum(z, -EXP_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        t = z * LOG2_E
+        lost = tl.fma(z, LOG2_E, -t) + z * LOG2_E_LOW
+        return tl.math.exp2(t) * (1 + lost * LN2)
 
 
 @triton.jit
@@ -96,17 +101,43 @@ def log(x):
 
 
 @triton.jit
-def tanh(x):
-    """(e^2x - 1) / (e^2x + 1), from expm1(-2|x|)."""
-    e = expm1(-2 * tl.abs(x))
-    t = -e / (2 + e)
-    return tl.where(x < 0, -t, t)
+def rough_exp(x):
+    """e^x for 16-bit results: its relative error |x| 2^-24 vanishes in them."""
+    return tl.math.exp2(x * LOG2_E)
 
 
 @triton.jit
-def sigmoid(x):
+def tanh(x, ROUGH: tl.constexpr = False):
+    """1 - 2 / (1 + e^2x), which loses digits near 0, and a polynomial there. ROUGH: for results of
+    16 bits."""
+    if x.dtype == tl.float64:
+        e = expm1(-2 * tl.abs(x))
+        t = -e / (2 + e)
+        return tl.where(x < 0, -t, t)
+    else:
+        # An error of 2x log2(e) counts little: where x is large, e^2x does.
+        far = 1 - 2 / (1 + rough_exp(2 * x))
+        s = x * x
+        if ROUGH:
+            near = x - x * s * (1 / 3 - s * (2 / 15))
+            return tl.where(s < TANH_NEAR_ROUGH * TANH_NEAR_ROUGH, near, far)
+        else:
+            p = TANH_5
+            p = TANH_4 + s * p
+            p = TANH_3 + s * p
+            p = TANH_2 + s * p
+            p = TANH_1 + s * p
+            p = TANH_0 + s * p
+            return tl.where(s < TANH_NEAR * TANH_NEAR, x + x * (s * p), far)
+
+
+@triton.jit
+def sigmoid(x, ROUGH: tl.constexpr = False):
     """1 / (1 + e^-x), exact at both ends."""
-    e = exp(-tl.abs(x))
+    if ROUGH:
+        e = rough_exp(-tl.abs(x))
+    else:
+        e = exp(-tl.abs(x))
     return tl.where(x < 0, e, 1.0) / (1 + e)
 
 
@@ -118,23 +149,31 @@ def sigmoid_slope(x):
 
 
 @triton.jit
-def normal_cdf(x):
+def normal_cdf(x, ROUGH: tl.constexpr = False):
     """(1 + erf(x / sqrt 2)) / 2."""
     if x.dtype == tl.float64:
         return 0.5 * (1 + tl.erf(x * SQRT_HALF))
     else:
         z = tl.abs(x) * SQRT_HALF
-        t = 1 / (1 + 0.5 * z)
-        p = 0.17087277
-        p = -0.82215223 + t * p
-        p = 1.48851587 + t * p
-        p = -1.13520398 + t * p
-        p = 0.27886807 + t * p
-        p = -0.18628806 + t * p
-        p = 0.09678418 + t * p
-        p = 0.37409196 + t * p
-        p = 1.00002368 + t * p
-        tail = 0.5 * t * exp(-z * z - 1.26551223 + t * p)
+        if ROUGH:
+            t = 1 / (1 + ROUGH_SHARE * z)
+            p = ROUGH_4 + t * ROUGH_5
+            p = ROUGH_3 + t * p
+            p = ROUGH_2 + t * p
+            p = ROUGH_1 + t * p
+            tail = t * (ROUGH_0 + t * p) * rough_exp(-z * z)
+        else:
+            t = 1 / (1 + 0.5 * z)
+            p = 0.17087277
+            p = -0.82215223 + t * p
+            p = 1.48851587 + t * p
+            p = -1.13520398 + t * p
+            p = 0.27886807 + t * p
+            p = -0.18628806 + t * p
+            p = 0.09678418 + t * p
+            p = 0.37409196 + t * p
+            p = 1.00002368 + t * p
+            tail = 0.5 * t * exp(-z * z - 1.26551223 + t * p)
         return tl.where(x < 0, tail, 1 - tail)
 
 
@@ -151,8 +190,9 @@ def times_limit(x, factor):
 
 
 @triton.jit
-def activate(x, KIND: tl.constexpr, a, b):
-    """f(x) of spec.activation's kinds; "none" is x itself. x is float32 or float64."""
+def activate(x, KIND: tl.constexpr, a, b, ROUGH: tl.constexpr = False):
+    """f(x) of spec.activation's kinds; "none" is x itself. x is float32 or float64; ROUGH: as well
+    as 16 bits show."""
     if KIND == "relu":
         return tl.where(x < 0, 0.0, x)
     elif KIND == "leaky_relu":
@@ -164,20 +204,20 @@ def activate(x, KIND: tl.constexpr, a, b):
     elif KIND == "elu":
         return tl.where(x > 0, x, a * expm1(tl.where(x > 0, 0.0, x)))
     elif KIND == "sigmoid":
-        return sigmoid(x)
+        return sigmoid(x, ROUGH)
     elif KIND == "tanh":
-        return tanh(x)
+        return tanh(x, ROUGH)
     elif KIND == "hard_sigmoid":
         return clamp(a * x + b, 0.0, 1.0)
     elif KIND == "hard_swish":
         return times_limit(x, clamp(a * x + b, 0.0, 1.0))
     elif KIND == "silu":
-        return times_limit(x, sigmoid(x))
+        return times_limit(x, sigmoid(x, ROUGH))
     elif KIND == "gelu":
-        return times_limit(x, normal_cdf(x))
+        return times_limit(x, normal_cdf(x, ROUGH))
     elif KIND == "gelu_tanh":
         inner = SQRT_2_OVER_PI * (x + GELU_CUBIC * x * x * x)
-        return times_limit(x, sigmoid(2 * inner))
+        return times_limit(x, sigmoid(2 * inner, ROUGH))
     elif KIND == "softplus":
         return tl.where(x > 0, x, 0.0) + log1p(exp(-tl.abs(x)))
     else:

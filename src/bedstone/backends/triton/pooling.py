@@ -13,6 +13,7 @@ from typing import Any
 
 from bedstone.backends.triton import chips, launch
 from bedstone.backends.triton import pooling_kernels as kernels
+from bedstone.backends.triton.pooling_patch import Patches, Whole
 from bedstone.backends.triton.walk import MAX_PROGRAMS, power_of_two
 from bedstone.plan.algorithm import Algorithm, Kernel
 from bedstone.plan.device import Device
@@ -44,10 +45,10 @@ class Direct(Algorithm):
         return None
 
     def estimate(self, problem: Problem, device: Device) -> float:
-        repeats = 1.0
+        repeats = 1.5  # against kernels by patches, which read what windows share once
         if isinstance(problem, PoolingProblem) and problem.finds_maxima:
             # Each element reads all taps of all the windows that cover it, from the caches.
-            repeats = max(1.0, problem.reduction_length / 4)
+            repeats = max(repeats, problem.reduction_length / 4)
         return repeats * chips.move_seconds(problem.bytes, device.architecture)
 
     def build(self, problem: Problem, device: Device) -> Kernel:
@@ -236,4 +237,4 @@ def _covers(problem: AnyPooling) -> tuple[int, ...]:
     return tuple(-(-extent // u) for extent, u in zip(problem.pool.extent, problem.pool.stride))
 
 
-ALGORITHMS = (Direct(), TwoPass())
+ALGORITHMS = (Patches(), Whole(), Direct(), TwoPass())

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from bedstone.backends.triton.pointwise import exp, log
+from bedstone.backends.triton.pointwise import exp, log, rough_exp
 
 
 @triton.jit
@@ -14,6 +14,17 @@ def column_offsets(column, axes, strides):
         offset += (column % axes[6 - i]) * strides[6 - i]
         column = column // axes[6 - i]
     return offset + column * strides[0]
+
+
+@triton.jit
+def row_offset(number, outer, strides, A):
+    """Element offset of one row by its number."""
+    offset = (number % A) * strides[6]
+    index = number // A
+    for i in tl.static_range(6):
+        offset += (index % outer[5 - i]) * strides[5 - i]
+        index = index // outer[5 - i]
+    return offset
 
 
 @triton.jit
@@ -63,7 +74,7 @@ def shifted(x, peak, ALGORITHM: tl.constexpr, SHIFT: tl.constexpr):
 def power_of(s, ROUGH: tl.constexpr):
     """e^s; ROUGH: by the hardware's own, whose relative error |s| 2^-24 vanishes in 16 bits."""
     if ROUGH:
-        return tl.exp(s)
+        return rough_exp(s)
     else:
         return exp(s)
 
@@ -138,6 +149,59 @@ def softmax_forward_kernel(
             if beta != 0:
                 out += beta * tl.load(ptrs, mask=mask, other=0.0).to(ACC)
             tl.store(ptrs, out.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def softmax_part_kernel(
+    x_ptr, y_ptr, part_ptr, alpha, beta, outer, A, L, axes, x_rows, x_columns, y_rows, y_columns,
+    SPLIT, PARTS: tl.constexpr, APPLY: tl.constexpr, ALGORITHM: tl.constexpr,
+    SHIFT: tl.constexpr, ROUGH: tl.constexpr, ACC: tl.constexpr, WIDE: tl.constexpr,
+    BA: tl.constexpr, BL: tl.constexpr,
+):  # fmt: skip
+    """One of the SPLIT parts, of BL elements, of one row: its peak and the sum of its powers into
+    workspace [row, part, 2]; or, with APPLY, y from those of all (at most PARTS) parts.
+
+    APPLY starts with the last row, whose elements the first stage left in the cache.
+    """
+    pid = tl.program_id(0)
+    if APPLY:
+        pid = tl.num_programs(0) - 1 - pid
+    if WIDE:
+        pid = pid.to(tl.int64)
+    row = pid // SPLIT
+    at = (pid % SPLIT) * BL + tl.arange(0, BL)
+    x_ptr += row_offset(row, outer, x_rows, A)
+    mask = (at < L)[None, :]
+    x_ptrs = x_ptr + column_offsets(at, axes, x_columns)[None, :]
+    x = tl.load(x_ptrs, mask=mask, other=float("-inf")).to(ACC)
+    if not APPLY:
+        peak = tl.max(x, axis=1)
+        total = tl.sum(power_of(shifted(x, peak, ALGORITHM, SHIFT), ROUGH), axis=1)
+        to = part_ptr + (2 * pid + tl.arange(0, 1))
+        tl.store(to, peak)
+        tl.store(to + 1, total)
+    else:
+        number = tl.arange(0, PARTS)[None, :]
+        part_ptrs = part_ptr + (2 * row * SPLIT + 2 * number)
+        peaks = tl.load(part_ptrs, mask=number < SPLIT, other=float("-inf"))
+        totals = tl.load(part_ptrs + 1, mask=number < SPLIT, other=0.0)
+        peak = tl.max(peaks, axis=1)
+        if SHIFT:
+            same = (peaks == peak[:, None]) | (totals == 0)
+            grown = origin(peak, ALGORITHM)[:, None] - origin(peaks, ALGORITHM)
+            totals *= tl.where(same, 1.0, exp(-grown))
+        total = tl.sum(totals, axis=1)
+        s = shifted(x, peak, ALGORITHM, SHIFT)
+        if ALGORITHM == "log":
+            out = s - log(total)[:, None]
+        else:
+            out = over(power_of(s, ROUGH), total, ROUGH)
+        out *= alpha
+        offs = row_offset(row, outer, y_rows, A) + column_offsets(at, axes, y_columns)
+        ptrs = (y_ptr + offs)[None, :]
+        if beta != 0:
+            out += beta * tl.load(ptrs, mask=mask, other=0.0).to(ACC)
+        tl.store(ptrs, out.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
