@@ -26,6 +26,10 @@ LOWEST = {False: -3.4028234663852886e38, True: -1.7976931348623157e308}  # finit
 SILU_LIMIT = 800.0
 GELU_LIMIT = 40.0
 GELU_TANH_LIMIT = 20.0
+# Vectors abreast through a chain of operations that each wait for the one before (sigmoid, tanh,
+# gelu: 1.2 to 1.5 times faster on an EPYC); others only need the memory.
+LONG_CHAINS = ("elu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh", "softplus")
+ABREAST = 4
 
 
 def times_limit(x: Float, factor: Float) -> Float:
@@ -36,7 +40,7 @@ def times_limit(x: Float, factor: Float) -> Float:
 def logistic(x: Float) -> tuple[Float, Float]:
     """sigmoid(x) and 1 - sigmoid(x), each to full relative accuracy."""
     k = x.k
-    e = vm.exp(-vm.absolute(x))
+    e = vm.exp_of_negative(-vm.absolute(x))
     share = 1.0 / (e + 1.0)
     small = e * share
     negative = x < 0.0
@@ -55,12 +59,12 @@ def normal_cdf(x: Float) -> Float:
 
 def softplus(x: Float) -> Float:
     """log(1 + e^x) = max(x, 0) + log1p(e^-|x|)."""
-    return vm.at_least(x, 0.0) + vm.log1p_unit(vm.exp(-vm.absolute(x)))
+    return vm.at_least(x, 0.0) + vm.log1p_unit(vm.exp_of_negative(-vm.absolute(x)))
 
 
 def elu(x: Float, alpha: float) -> Float:
-    """x above 0, alpha (e^x - 1) below."""
-    return x.k.select(x > 0.0, x, vm.expm1(vm.at_most(x, 0.0)) * alpha)
+    """x from 0 on, alpha (e^x - 1) below."""
+    return x.k.select(x < 0.0, vm.expm1_of_negative(vm.at_most(x, 0.0)) * alpha, x)
 
 
 def inside(y: Float, low: FloatLike, high: FloatLike, slope: FloatLike) -> Float:
@@ -87,7 +91,7 @@ def silu_derivative(x: Float) -> Float:
 def gelu_derivative(x: Float) -> Float:
     """Phi(x) + x phi(x), with the normal distribution's Phi and density phi."""
     x = vm.clamp(x, -GELU_LIMIT, GELU_LIMIT)
-    density = vm.exp(x * x * -0.5) * (1.0 / math.sqrt(2 * math.pi))
+    density = vm.exp_of_negative(x * x * -0.5) * (1.0 / math.sqrt(2 * math.pi))
     return x.k.fma(x, density, normal_cdf(x))
 
 
@@ -166,10 +170,18 @@ def emit(target: Target, problem: ActivationProblem) -> KernelBuilder:
     """The kernel of either direction."""
     k = KernelBuilder(target)
     desc = problem.activation
+    abreast = ABREAST if desc.kind in LONG_CHAINS else 1
     with k.entry(ENTRY, pointers=len(problem.operands)) as call:
         streams = [Stream(p, o.desc) for p, o in zip(call.pointers, problem.operands)]
         if problem.direction == "forward":
-            emit_map(k, call, streams[:1], streams[1:], lambda k, v: [emit_activation(k, desc, *v)])
+            emit_map(
+                k,
+                call,
+                streams[:1],
+                streams[1:],
+                lambda k, v: [emit_activation(k, desc, *v)],
+                abreast=abreast,
+            )
         else:
             emit_map(
                 k,
@@ -177,6 +189,7 @@ def emit(target: Target, problem: ActivationProblem) -> KernelBuilder:
                 streams[:2],
                 streams[2:],
                 lambda k, v: [v[1] * emit_derivative(k, desc, v[0])],
+                abreast=1 if desc.backward_from_y else abreast,
             )
     return k
 

@@ -115,16 +115,18 @@ def emit_map(
     outputs: Sequence[Stream],
     body: Body,
     blend: str = "alpha beta",
+    abreast: int = 1,
 ) -> None:
     """Emit the parallel phase that computes every output from the inputs.
 
     `body(k, values)` gets one value an input (vectors in the registers' type of the widest
     dtype) and returns one an output. All operands have the same dims. `blend` names the factors
-    that apply: "alpha beta", "alpha" or ""; integer outputs are stored as they are.
+    that apply: "alpha beta", "alpha" or ""; integer outputs are stored as they are. `abreast`:
+    vectors that rows go through at a time, for bodies that are long chains of dependent operations.
     """
     if outputs[0].desc.size == 0:
         return
-    _Map(k, call, inputs, outputs, body, blend).emit()
+    _Map(k, call, inputs, outputs, body, blend, abreast).emit()
 
 
 class _Map:
@@ -138,8 +140,9 @@ class _Map:
         outputs: Sequence[Stream],
         body: Body,
         blend: str,
+        abreast: int,
     ) -> None:
-        self.k, self.call, self.body = k, call, body
+        self.k, self.call, self.body, self.abreast = k, call, body, abreast
         self.scaled, self.blended = "alpha" in blend, "beta" in blend
         self.streams = [*inputs, *outputs]
         self.ins = len(inputs)
@@ -236,8 +239,8 @@ class _Map:
         self._versions(addresses, bounds)
 
     def _factors(self) -> None:
-        """alpha and beta as vectors of the type computed in."""
-        model = self.k.constant(0.0, self.compute, self.lanes)
+        """alpha and beta in the type computed in."""
+        model = self.k.constant(0.0, self.compute)
         if self.scaled:
             self.alpha = self.k.cast(self.call.alpha, model)
         if self.blended:
@@ -360,7 +363,13 @@ class _Map:
         size = self.sizes[-1]
         head = k.min((0 - addresses[-1] // size) % lanes, count)
         tail = (count - head) % lanes
-        with k.loop(head, count - tail, lanes) as i:
+        first = head
+        if self.abreast > 1 and not blending:
+            wide = self.abreast * lanes
+            first = count - tail - (count - tail - head) % wide
+            with k.loop(head, first, wide) as i:
+                self._vector(addresses, sources, i, None, False, streaming, wide)
+        with k.loop(first, count - tail, lanes) as i:
             self._vector(addresses, sources, i, None, blending, streaming)
         with k.loop(0, 2) as end:
             length = k.select(end.eq(0), head, tail)
@@ -371,56 +380,58 @@ class _Map:
 
     # Vectors -----------------------------------------------------------------------------------
 
-    def _source(self, operand: int, address: IntLike) -> Callable[[IntLike, Any], Any]:
-        """How vector i of an input comes: a function of position and mask. What does not change
-        along the row is loaded here, before it."""
-        k, lanes = self.k, self.lanes
+    def _source(self, operand: int, address: IntLike) -> Callable[[IntLike, Any, int], Any]:
+        """How vector i of an input comes: a function of position, mask and lanes. What does not
+        change along the row is loaded here, before it."""
+        k = self.k
         dtype, size = self.dtypes[operand], self.sizes[operand]
         stride = self.nest.strides[operand][-1]
-        model = k.constant(0.0, self.compute, lanes)
 
         def as_computed(value: Any) -> Any:
-            return value if isinstance(value, Int) else k.cast(value, model)
+            if isinstance(value, Int):
+                return value
+            return k.cast(value, k.constant(0.0, self.compute, value.lanes))
 
         if self.streams[operand].address is None:
-            steps = k.iota(lanes) * stride
-            return lambda i, mask: k.splat(address + i * stride, lanes) + steps
+            return lambda i, mask, lanes: (
+                k.splat(address + i * stride, lanes) + k.iota(lanes) * stride
+            )
         if operand in self.columns:
             width = itemsize(self.compute)
-            return lambda i, mask: k.load(address, self.compute, lanes, i * width, mask)
+            return lambda i, mask, lanes: k.load(address, self.compute, lanes, i * width, mask)
         if stride == 0:
-            value = k.splat(as_computed(k.load(address, dtype)), lanes)
-            return lambda i, mask: value
+            value = as_computed(k.load(address, dtype))
+            return lambda i, mask, lanes: k.splat(value, lanes)
         if stride == 1:
-            return lambda i, mask: as_computed(k.load(address, dtype, lanes, i * size, mask))
-        offsets = k.iota(lanes) * (stride * size)
-        return lambda i, mask: as_computed(
-            k.gather(address + i * (stride * size), offsets, dtype, mask)
+            return lambda i, mask, lanes: as_computed(k.load(address, dtype, lanes, i * size, mask))
+        return lambda i, mask, lanes: as_computed(
+            k.gather(address + i * (stride * size), k.iota(lanes) * (stride * size), dtype, mask)
         )
 
     def _vector(
         self,
         addresses: Sequence[IntLike],
-        sources: Sequence[Callable[[IntLike, Any], Any]],
+        sources: Sequence[Callable[[IntLike, Any, int], Any]],
         i: IntLike,
         mask: Any,
         blending: bool,
         streaming: bool,
+        lanes: int = 0,
     ) -> None:
-        k = self.k
-        results = self.body(k, [source(i, mask) for source in sources])
+        k, lanes = self.k, lanes or self.lanes
+        results = self.body(k, [source(i, mask, lanes) for source in sources])
         for operand, value in enumerate(results, self.ins):
             dtype, size = self.dtypes[operand], self.sizes[operand]
             stride = self.nest.strides[operand][-1]
             address = addresses[operand] + i * (stride * size)
-            offsets = None if stride == 1 else k.iota(self.lanes) * (stride * size)
+            offsets = None if stride == 1 else k.iota(lanes) * (stride * size)
             if self.scaled and isinstance(value, Float):
                 value = value * self.alpha
                 if blending:
                     old = self._load_output(address, offsets, dtype, mask)
                     value = k.fma(old, self.beta, value)
             if isinstance(value, Float):
-                value = k.cast(value, k.constant(0.0, self._register_type(dtype), self.lanes))
+                value = k.cast(value, k.constant(0.0, self._register_type(dtype), lanes))
             if offsets is not None:
                 k.scatter(value, address, offsets, dtype, mask)
             elif streaming and operand == len(self.streams) - 1:

@@ -75,7 +75,10 @@ class Forward(Softmax):
 
     def _power(self, position: Position, maximum: PerRow) -> Float:
         x = position.load(0)
-        return vm.exp(x - maximum.at(position) if self.scaled else x)
+        if self.algorithm == "fast":  # scaled, if at all, by no more than FAST_LIMIT
+            return vm.exp(x - maximum.at(position) if self.scaled else x)
+        # (Where a NaN hid the maximum this may be above 0, but then the whole row is NaN.)
+        return vm.exp_of_negative(x - maximum.at(position))
 
     def merge(self, a: list[Float], b: list[Float]) -> list[Float]:
         (m, s), (n, t) = a, b

@@ -102,9 +102,9 @@ class Output:
 
 
 def store_streaming(k: KernelBuilder, value: Any, address: IntLike, dtype: str) -> None:
-    """Write a whole vector, at an address that its size divides, past the caches."""
+    """Write whole vectors, at an address that the size of one divides, past the caches."""
     raw = k._narrow(value, dtype)
-    size = itemsize(dtype) * value.lanes
+    size = min(itemsize(dtype) * value.lanes, k.target.vector_bytes)
     store = k.ir.store(raw, k.pointer(address, raw.type), align=size)
     store.set_metadata("nontemporal", k.module.add_metadata([ir.Constant(I32, 1)]))
 
