@@ -118,7 +118,9 @@ def compiled(line, architecture, algorithm=""):
             yield made, compile.inspect(made.source, architecture, made.binary)
 
 
-def spill_bound(line):
+def spill_bound(line, kernel=""):
+    if re.search(r"g\d{2}", line) and "depthwise" not in kernel:
+        return SPILL_GATHERED  # a group of one channel is gathered in NHWC too
     if "r7p3g" in line or ("double" in line):
         return SPILL_WIDE_FILTER
     return SPILL if "NHWC" in line else SPILL_GATHERED
@@ -145,8 +147,9 @@ def test_products_run_on_the_matrix_units(architecture, row):
 def test_other_kernels_compile_and_do_not_spill(architecture, row):
     made = list(compiled(row, architecture))
     assert made
-    for _, report in made:
-        assert report.registers > 0 and report.spilled_bytes <= spill_bound(row)
+    for one, report in made:
+        assert report.registers > 0
+        assert report.spilled_bytes <= spill_bound(row, one.source.name)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ PROBLEMS = [
     (DEPTHWISE, "convolution backward_data n2c3h8w9k3r3s5p2u2g3 float32 layout=NHWC"),
     (DEPTHWISE, "convolution backward_data n1c4w9k4s3p1g4 float16"),
     (DEPTHWISE, "convolution backward_filter n2c5h9w7k5r3s3p1g5 float32"),
+    (DEPTHWISE, "convolution backward_filter n2c5h9w7k5r3s3p1u2g5 bfloat16 layout=NHWC"),
     (DEPTHWISE, "convolution backward_filter n3c2h7w7k2r3s3p1lh2u3g2 float64 layout=NHWC"),
     ("triton:reduce_bias", "convolution backward_bias 2x5x3x4 float32 y=NHWC"),
     ("triton:reduce_bias_split", "convolution backward_bias 2x5x80x80 float32"),

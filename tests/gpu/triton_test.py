@@ -30,8 +30,13 @@ LINE = "convolution forward n8c128h28k128r3p1 bfloat16 layout=NHWC"
 HOST_SECONDS = 12e-6  # of a planned call
 FUZZ_SECONDS = 60
 SANITIZER_SECONDS = 400  # at most; small problems of every kernel take a quarter of it
-SMALL = Path(__file__).parents[1] / "backends" / "test_triton_kernels.py"
+SMALL = {
+    "triton": Path(__file__).parents[1] / "backends" / "test_triton_kernels.py",
+    "gluon": Path(__file__).with_name("gluon_small_test.py"),
+}
+REPORT = "BEDSTONE_SANITIZER_REPORT"  # names a file that the verdicts are added to
 CALLS = 200
+TOOL_OPTIONS = {"memcheck": [], "racecheck": []}
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +84,10 @@ def test_an_unaligned_address_gives_the_same_result(handle):
     np.testing.assert_array_equal(trial.outputs()[0], want)
 
 
+@pytest.mark.parametrize("backend_name", SMALL)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_every_kernel_under_the_sanitizer(tool):
-    """The small problems of every Triton algorithm, every access checked."""
+def test_every_kernel_under_the_sanitizer(tool, backend_name):
+    """Small problems of every algorithm of a backend, every access checked."""
     sanitizer = shutil.which("compute-sanitizer") or shutil.which(
         "compute-sanitizer", path="/usr/local/cuda/bin"
     )
@@ -91,14 +97,25 @@ def test_every_kernel_under_the_sanitizer(tool):
     quiet = ["--report-api-errors", "no", "--target-processes", "application-only"]
     tests = ["-m", "pytest", "-o", "addopts=-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
-        [sanitizer, "--tool", tool, *quiet, "--error-exitcode", "9",
-         sys.executable, *tests, str(SMALL)],
+        [sanitizer, "--tool", tool, *quiet, *TOOL_OPTIONS[tool], "--error-exitcode", "9",
+         sys.executable, *tests, str(SMALL[backend_name])],
         env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")},
         capture_output=True, text=True, timeout=SANITIZER_SECONDS,
     )  # fmt: skip
     said = done.stdout[-4000:] + done.stderr[-1000:]
+    keep(tool, backend_name, done.stdout)
     assert done.returncode == 0, said
     assert " passed" in done.stdout and "SUMMARY: 0 " in done.stdout, said
+
+
+def keep(tool, backend_name, said):
+    """Print the verdicts of a run, and add them to the file that the environment names."""
+    lines = [n for n in said.splitlines() if "SUMMARY" in n or " passed" in n or " failed" in n]
+    text = f"{tool} {backend_name}: " + "; ".join(n.strip("= ") for n in lines)
+    print(text)
+    if os.environ.get(REPORT):
+        with open(os.environ[REPORT], "a") as file:
+            file.write(text + "\n")
 
 
 def test_a_minute_of_the_fuzzer():

@@ -36,6 +36,8 @@ PROGRAMS_WANTED = 16  # programs a multiprocessor, so that loads of many are in 
 FILTER_PROGRAMS = 8  # the same for backward_filter, whose programs hold R * S sums
 FILTER_RESIDENT = 4  # those that fit at once where channels are innermost
 FILTER_ROWS = 4  # that such a program takes at a time, so that all get about as many
+PATCH_TAPS = 9  # filters up to which rows of dy are held, unrolled, while rows of x pass:
+PATCH_ROWS = (7, 4)  # as many of them as divide the output's, or else the last
 FILTER_REGISTERS = 128  # of a thread's 255, for those sums
 ROLL_TAPS = 9  # backward_filter keeps that many tiles of x beside its sums
 FILTER_TILE = 256  # elements of a backward_filter strip at most, channels not innermost
@@ -49,13 +51,15 @@ FILTER_RUNS = ((9, 4, 4, 4), (25, 2, 4, 4), (49, 2, 2, 4), (MAX_TAPS, 1, 2, 4))
 
 @dataclass(frozen=True)
 class Strip:
-    """Tile of a program (see depthwise_kernels), columns of a run, rows that it walks, warps."""
+    """Tile of a program (see depthwise_kernels), columns of a run, rows that it walks, warps, and
+    rows of dy that are held (backward_filter; 0: none)."""
 
     ba: int
     bb: int
     qc: int
     rows: int
     warps: int
+    patch: int = 0
 
 
 def run_of(
@@ -133,6 +137,7 @@ def image_strip(
 def filter_strip(problem: ConvolutionProblem, geo: Geometry, device: Device) -> tuple[Strip, int]:
     """The strip of backward_filter and the number of programs that share a channel's pixels."""
     columns, rows = geo.axes[2].out, geo.axes[1].out
+    patch = 0
     elements = max(1, FILTER_REGISTERS // geo.taps) * 32 * FILTER_WARPS
     if problem.dtype is DType.float64:
         elements //= 2
@@ -142,6 +147,10 @@ def filter_strip(problem: ConvolutionProblem, geo: Geometry, device: Device) -> 
         programs = -(-geo.groups // bb)
         pieces = -(-geo.images * -(-columns // qc) // ba)
         walk, resident = min(FILTER_ROWS, rows), FILTER_RESIDENT
+        vertical = geo.axes[1]
+        if qc > 1 and geo.taps <= PATCH_TAPS and vertical.dil == 1 and vertical.u <= 2:
+            patch = next((n for n in PATCH_ROWS if rows % n == 0), PATCH_ROWS[-1])
+            walk = patch
     else:
         qc, warps = 1, FILTER_WARPS
         walk, resident = min(MAX_ROWS, rows), FILTER_PROGRAMS
@@ -151,7 +160,7 @@ def filter_strip(problem: ConvolutionProblem, geo: Geometry, device: Device) -> 
         pieces = -(-geo.images // ba) * -(-columns // bb)
     pieces *= -(-rows // walk)
     wanted = resident * chips.chip_of(device.architecture).multiprocessors
-    return Strip(ba, bb, qc, walk, warps), max(1, min(pieces, wanted // programs))
+    return Strip(ba, bb, qc, walk, warps, patch), max(1, min(pieces, wanted // programs))
 
 
 def _sizes(geo: Geometry, forward: bool) -> tuple[Numbers, Any, Any]:
@@ -244,7 +253,9 @@ def _filter_kernel(problem: ConvolutionProblem, device: Device) -> Kernel:
         **numbers.constants, "R": vertical.taps, "S": horizontal.taps, "CHANNELS_LAST": last,
         "ROLL": vertical.dil == 1 and vertical.u == 1 and geo.taps <= ROLL_TAPS,
         "ACC": launch.accumulator(dtype), "BA": cut.ba, "BB": cut.bb, "QC": cut.qc,
-        "STEP": max(1, horizontal.u // horizontal.dil), "RAGGED": horizontal.out % cut.qc != 0,
+        "STEP": max(1, horizontal.u // horizontal.dil),
+        "PATCH": cut.patch, "PATCH_U": vertical.u if cut.patch else 0,
+        "RAGGED": horizontal.out % cut.qc != 0 or cut.patch > 0 and vertical.out % cut.patch != 0,
     }  # fmt: skip
     arguments: dict[str, launch.Argument] = {
         "x_ptr": launch.Pointer(0, dtype),

@@ -162,6 +162,19 @@ def load_row(
     return loaded
 
 
+@triton.constexpr_function
+def tap_of(position, output, step):
+    """The tap by which an output reads a position (rows or columns, counted from those that the
+    first output reads)."""
+    return position - output * step
+
+
+@triton.constexpr_function
+def has_tap(position, output, taps, step):
+    """True if the output reads that position."""
+    return 0 <= position - output * step < taps
+
+
 @triton.jit
 def with_product(sums, PLACE: tl.constexpr, a, b):
     """The tuple with a * b added to its element PLACE."""
@@ -180,8 +193,8 @@ def convolution_filter_depthwise_kernel(
     N, C, H, W, P, Q, pad_h, pad_w, u_h, u_w, dil_h, dil_w,
     x_n, x_c, x_h, x_w, y_n, y_c, y_h, y_w, ROWS, SPLIT,
     R: tl.constexpr, S: tl.constexpr, ROLL: tl.constexpr, CHANNELS_LAST: tl.constexpr,
-    QC: tl.constexpr, STEP: tl.constexpr, RAGGED: tl.constexpr, ACC: tl.constexpr,
-    BA: tl.constexpr, BB: tl.constexpr,
+    QC: tl.constexpr, STEP: tl.constexpr, RAGGED: tl.constexpr, PATCH: tl.constexpr,
+    PATCH_U: tl.constexpr, ACC: tl.constexpr, BA: tl.constexpr, BB: tl.constexpr,
 ):  # fmt: skip
     """part[split, c, r, s] = sum over the program's share of pixels of dy[n, c, p, q] x[n, c, h, w]
 
@@ -191,6 +204,8 @@ def convolution_filter_depthwise_kernel(
     SPLIT-th of the pieces, a piece being ROWS rows of a strip. R * S sums of [BA, BB] stay in
     registers until the end, where columns (and images) are added up. ROLL (u_h = dil_h = 1) keeps
     the R rows of x that meet a row of dy, so that each row of x is read S times and not R * S.
+    PATCH rows of dy (0: any number; needs dil_h = 1, u_h = PATCH_U) are held while the rows of x
+    that meet them pass once.
     """
     pid = tl.program_id(0)
     split = tl.program_id(1)
@@ -222,7 +237,27 @@ def convolution_filter_depthwise_kernel(
         xs = x_ptr + (n * x_n + c * x_c)
         ys = dy_ptr + (n * y_n + c * y_c + q * y_w)
         column = q * u_w - pad_w
-        if QC > 1:
+        if PATCH > 0:
+            dys = ()
+            for i in tl.static_range(PATCH * QC):
+                inside = ok & (q + i % QC < Q) & (first + i // QC < P)
+                at = ys + ((first + i // QC) * y_h + (i % QC) * y_w)
+                dys = dys + (tl.load(at, mask=inside, other=0.0).to(ACC),)
+            for t in tl.static_range((PATCH - 1) * PATCH_U + R):
+                h = first * PATCH_U - pad_h + t
+                row_ok = ok & (h >= 0) & (h < H)
+                for j in tl.static_range((QC - 1) * STEP + S):
+                    v = load_column(xs + h * x_h, column + j * dil_w, row_ok, W, x_w, 1, ACC)
+                    for i in tl.static_range(PATCH * QC):
+                        if has_tap(t, i // QC, R, PATCH_U) and has_tap(j, i % QC, S, STEP):
+                            seen = v
+                            if RAGGED:  # (0 times an infinity is not 0)
+                                seen = tl.where((q + i % QC < Q) & (first + i // QC < P), v, 0.0)
+                            sums = with_product(
+                                sums, tap_of(t, i // QC, PATCH_U) * S + tap_of(j, i % QC, STEP),
+                                seen, dys[i],
+                            )  # fmt: skip
+        elif QC > 1:
             for p in tl.range(first, last):
                 dys = ()
                 for i in tl.static_range(QC):
