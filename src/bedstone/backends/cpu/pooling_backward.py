@@ -17,8 +17,9 @@ puts right, and only the end of the row needs a mask.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from bedstone.backends.cpu.builder import Call, KernelBuilder, itemsize
@@ -37,8 +38,12 @@ from bedstone.backends.cpu.values import Float, Int, IntLike, Mask
 from bedstone.spec.pooling import PoolingProblem
 
 BAND_BYTES = 64 * 1024  # of the buffer of a band: half of a small second-level cache
-EXTENTS_A_BAND = 4  # at least so many window extents, so that few are searched twice
+EXTENTS_A_BAND = 2  # at least so many window extents, so that few are searched twice
 CHANNEL_VECTORS = 4  # vectors of channels in flight
+MOST_COMPARED_TAPS = 16  # of a window whose lanes are channels; beyond it lanes go one by one
+# Vectors of channels of a unit that searches for maxima: what lies together in memory is read
+# together (2 times faster than 4).
+BLOCK_VECTORS = 16
 UNIT_ELEMENTS = 8 * 1024
 
 
@@ -62,7 +67,8 @@ class Backward(WindowReader):
         self.vectors = 1
         if self.channels:
             self.vectors = min(CHANNEL_VECTORS, -(-self.dx.dims[1] // self.lanes))
-        self.block = self.vectors * self.lanes  # channels of a unit
+        self.group = self.vectors * self.lanes  # channels in flight
+        self.block = self.group  # channels of a unit
         self.large = problem.bytes > k.target.l3_bytes
 
     @property
@@ -74,7 +80,7 @@ class Backward(WindowReader):
     def _masks(self, c: IntLike) -> list[Mask | None]:
         """Which lanes of the vectors from channel c on are there."""
         k, channels = self.k, self.dx.dims[1]
-        if channels % self.block == 0:
+        if channels % self.group == 0:
             return [None] * self.vectors
         return [
             k.first_lanes(channels - c - number * self.lanes, self.lanes)
@@ -87,6 +93,9 @@ class MaximumBackward(Backward):
 
     def __init__(self, k: KernelBuilder, problem: PoolingProblem, call: Call) -> None:
         super().__init__(k, problem, call)
+        if self.channels:
+            groups = -(-self.dx.dims[1] // self.group)
+            self.block = min(BLOCK_VECTORS // self.vectors, groups) * self.group
         first = self.axes[0]
         self.inner = math.prod(a.size for a in self.axes[1:])  # elements of a band's row
         row_bytes = self.inner * self.width * (self.block if self.channels else 1)
@@ -129,14 +138,8 @@ class MaximumBackward(Backward):
         reach = windows_over(k, self.axes[0], first, last - 1)
         others = [(0, a.windows) for a in self.axes[1:]]
         if self.channels:
-            masks = self._masks(c)
-            with nested(k, [reach, *others]) as windows:
-                positions = self._channel_positions(n, c, windows, masks)
-                for number, mask in enumerate(masks):
-                    channel = c + number * self.lanes
-                    address = self.corner("dy", self.dy, n, channel, *windows)
-                    value = k.load(address, self.dtype, self.lanes, mask=mask)
-                    self._add(positions[number], value, number, first, last, mask)
+            with nested(k, [reach, *others]) as windows, self._each_group(c) as group:
+                self._search_channels(n, c + group, windows, group, first, last)
             return
         if len(self.axes) == 1:  # the windows of the last axis are the band's own
             begin = reach[0] // self.lanes * self.lanes
@@ -147,6 +150,33 @@ class MaximumBackward(Backward):
             self.each_column_block(
                 lambda q, whole: self._columns(n, c, windows, q, first, last, whole)
             )
+
+    @contextlib.contextmanager
+    def _each_group(self, c: IntLike) -> Iterator[IntLike]:
+        """Loop over the unit's channels, a group at a time: from which on, counted from c."""
+        channels, group = self.dx.dims[1], self.group
+        count: IntLike = self.block
+        if channels % self.block:
+            count = self.k.min(channels - c, self.block)
+        with self.k.loop(0, count, group, at_least_once=True) as at:
+            yield at
+
+    def _search_channels(
+        self, n: IntLike, c: IntLike, windows: Any, group: IntLike, first: IntLike, last: IntLike
+    ) -> None:
+        """One window of some vectors of channels."""
+        k, masks = self.k, self._masks(c)
+        positions = self._channel_positions(n, c, windows, masks)
+        values = []
+        for number, mask in enumerate(masks):
+            address = self.corner("dy", self.dy, n, c + number * self.lanes, *windows)
+            values.append(k.load(address, self.dtype, self.lanes, mask=mask))
+        buffer = self.buffer + group * self.width
+        if self.problem.reduction_length <= MOST_COMPARED_TAPS:
+            self._add_where(positions, values, windows, buffer, first, last)
+            return
+        for number, mask in enumerate(masks):
+            self._add(positions[number], values[number], number, buffer, first, last, mask)
 
     def _channel_positions(
         self, n: IntLike, c: IntLike, windows: Any, masks: list[Mask | None]
@@ -187,10 +217,33 @@ class MaximumBackward(Backward):
             value = k.load(address, self.dtype, lanes, mask=mask)
         else:
             value = k.gather(address, k.iota(lanes) * (stride * self.size), self.dtype, mask)
-        self._add(position, value, 0, first, last, mask)
+        self._add(position, value, 0, self.buffer, first, last, mask)
+
+    def _add_where(
+        self, positions: list[Int], values: list[Float], windows: Any,
+        buffer: IntLike, first: IntLike, last: IntLike,
+    ) -> None:  # fmt: skip
+        """Channels of one window: at each of its taps in the band, add the lanes whose maximum it
+        is. (What masked lanes add goes to channels that are not there.)"""
+        k, axis, step = self.k, self.axes[0], self.lanes * self.width
+        (begin, end), *others = self.tap_ranges(self.axes, windows)
+        start = axis.start(windows[0])
+        begin = k.max(begin, (k.max(first - start, 0) + (axis.dilation - 1)) // axis.dilation)
+        # (The window starts before the band's end, or no window of this range reaches into it.)
+        end = k.min(end, (k.max(last - start, 0) + (axis.dilation - 1)) // axis.dilation)
+        with nested(k, [(begin, end), *others]) as taps:
+            position: IntLike = 0
+            for along, window, tap in zip(self.axes, windows, taps):
+                position = position * along.size + along.start(window) + tap * along.dilation
+            place = buffer + (position - first * self.inner) * (self.block * self.width)
+            here = self._spread_int(position)
+            for number, (found, value) in enumerate(zip(positions, values)):
+                old = k.load(place, self.compute, self.lanes, number * step)
+                added = old + k.select(found.eq(here), value, 0.0)
+                k.store(added, place, self.compute, number * step)
 
     def _add(
-        self, position: Int, value: Float, number: int,
+        self, position: Int, value: Float, number: int, buffer: IntLike,
         first: IntLike, last: IntLike, mask: Mask | None,
     ) -> None:  # fmt: skip
         """Add each lane to its slot, one after another: lanes may share one."""
@@ -209,7 +262,7 @@ class MaximumBackward(Backward):
         pitch = self.block * width if self.channels else width
         for lane in range(lanes):
             at = k.resize(k.load(places, "int32", offset=4 * lane), self._i64)
-            address = self.buffer + at * pitch
+            address = buffer + at * pitch
             offset = (number * lanes + lane) * width if self.channels else 0
             added = k.load(values, self.compute, offset=lane * width)
             old = k.load(address, self.compute, offset=offset)
@@ -220,7 +273,26 @@ class MaximumBackward(Backward):
         return self.k.as_int(0).type
 
     def _write(self, n: IntLike, c: IntLike, first: IntLike, last: IntLike) -> None:
-        """Blend the band into dx."""
+        """Blend the band into dx; a large one that need not be read goes past the caches."""
+        k = self.k
+        vector = self.lanes * self.size
+        steps = [s * self.size for s in self.dx.strides]
+        run = steps.pop(1 if self.channels else -1) // self.size
+        length = self.dx.dims[1 if self.channels else -1]
+        whole = run == 1 and length % self.lanes == 0 and all(s % vector == 0 for s in steps)
+        if not (self.large and whole):
+            self._write_band(n, c, first, last, False)
+            return
+        aligned = (self.pointers["dx"] % vector).eq(0)
+        with k.if_else(self.call.beta.eq(0.0) & aligned) as (new, old):
+            with new:
+                self._write_band(n, c, first, last, True)
+            with old:
+                self._write_band(n, c, first, last, False)
+
+    def _write_band(
+        self, n: IntLike, c: IntLike, first: IntLike, last: IntLike, streaming: bool
+    ) -> None:
         k, lanes, width = self.k, self.lanes, self.width
         others = [(0, a.size) for a in self.axes[1:]]
         sizes = [a.size for a in self.axes]
@@ -232,13 +304,13 @@ class MaximumBackward(Backward):
             return slot
 
         if self.channels:
-            masks = self._masks(c)
-            with nested(k, [(first, last), *others]) as indices:
-                source = self.buffer + slot_of(indices) * (self.block * width)
-                for number, mask in enumerate(masks):
+            with nested(k, [(first, last), *others]) as indices, self._each_group(c) as group:
+                source = self.buffer + (slot_of(indices) * self.block + group) * width
+                for number, mask in enumerate(self._masks(c + group)):
                     value = k.load(source, self.compute, lanes, number * lanes * width)
-                    address = self.corner("dx", self.dx, n, c + number * lanes, *indices)
-                    self.output.store(value, address, 1, mask)
+                    channel = c + group + number * lanes
+                    address = self.corner("dx", self.dx, n, channel, *indices)
+                    self._put(value, address, 1, mask, streaming)
             return
         *outer, (begin, end) = [(first, last), *others]
         with nested(k, outer) as indices, k.loop(begin, end, lanes) as w:
@@ -248,7 +320,20 @@ class MaximumBackward(Backward):
             source = self.buffer + slot_of([*indices, w]) * width
             value = k.load(source, self.compute, lanes, mask=mask)
             address = self.corner("dx", self.dx, n, c, *indices, w)
-            self.output.store(value, address, self.dx.strides[-1], mask)
+            self._put(value, address, self.dx.strides[-1], mask, streaming)
+
+    def _put(
+        self, value: Float, address: IntLike, stride: int, mask: Mask | None, streaming: bool
+    ) -> None:
+        """A vector of dx. A partly masked block of channels has whole vectors too."""
+        if not streaming:
+            self.output.store(value, address, stride, mask)
+            return
+        if mask is None:
+            self.output.store(value, address, streaming=True)
+            return
+        with self.k.if_(self.k.any(mask)):
+            self.output.store(value, address, streaming=True)
 
 
 class AverageBackward(Backward):
@@ -262,7 +347,9 @@ class AverageBackward(Backward):
         unrolled = last.stride <= LONGEST_STRIDED_LOAD and last.taps <= UNROLLED_TAPS
         few = channels <= self.block
         self.pixels = self.channels and not (few and unrolled and len(self.axes) > 1)
-        self.rows = (*self.planes, *(sizes if self.pixels else sizes[:-1]))
+        n, c = self.planes
+        # Blocks of a pixel's channels follow one another: memory is read and written in order.
+        self.rows = (n, *sizes, c) if self.pixels else (n, c, *sizes[:-1])
         packed = self.dx.strides[-1] == channels  # the pixels of a row
         self.joined = packed and channels % self.lanes != 0
         self.pitch = channels if self.joined else self.block  # elements of a pixel in buffers
@@ -282,7 +369,8 @@ class AverageBackward(Backward):
             with k.loop(first, k.min(first + per_unit, rows), at_least_once=True) as row:
                 n, c, *indices = unravel(row, self.rows)
                 if self.pixels:
-                    self._pixel(n, c * self.block, indices)
+                    *indices, block = (c, *indices)
+                    self._pixel(n, block * self.block, indices)
                 elif self.channels:
                     self._sum_pixels(n, c * self.block, indices)
                     self._spread_pixels(n, c * self.block, indices)

@@ -73,7 +73,10 @@ class Forward(WindowReader):
             for number, mask in enumerate(masks):
                 self._finish(found[number], factor, (n, c + number * lanes, *windows), mask)
 
-        vectors = min(k.target.vector_registers // 4, -(-channels // lanes))
+        share = (
+            4 if self.problem.indices is not None else 2
+        )  # a maximum's place takes a register too
+        vectors = min(k.target.vector_registers // share, -(-channels // lanes))
         step = vectors * lanes
         whole = channels - channels % step
         if whole:
