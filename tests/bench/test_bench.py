@@ -22,7 +22,7 @@ from bedstone.bench.operands import Operands
 from bedstone.bench.timing import interleaved
 from bedstone.plan.runtime import runtime_of
 
-OTHERS = ("pool", "softmax", "activation", "transform", "bandwidth")
+OTHERS = ("pool", "softmax", "activation", "transform", "bandwidth", "kernels")
 CONVOLUTIONS = [n for n in suites.names() if n not in OTHERS]
 
 

@@ -2,20 +2,56 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
+import json
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 import bedstone
+from bedstone.bench import machine, peers, report
+from bedstone.bench.operands import Operands
+from bedstone.plan.runtime import runtime_of
 
 NEVER = 1 << 62  # calls before a kind is compiled
 TINY = "convolution forward n1c16h14k32r3p1 float32"
+TINIES = {  # nearly all of a call of these is the call
+    "convolution": "convolution forward n1c4h6k8r3p1 float32",
+    "max pooling": "pooling forward n1c8h8r2u2 float32 mode=max",
+    "softmax": "softmax forward 8x16 axes=1 float32",
+    "relu": "activation forward 1x8x8x8 kind=relu float32",
+    "transform": "tensor_ops transform 1x8x8x8 y=NHWC float32",
+}
+KERNELS = "kernels"  # the suite that is compiled
+# A new process plans every problem of the suite: seconds of the imports, of each plan, and how many
+# kernels were compiled.
+FRESH = """
+import json, sys, time
+start = time.perf_counter()
+import bedstone
+from bedstone.backends.cpu import objects, threads
+from bedstone.bench import suites
+from bedstone.plan import registry
+threads.runtime()
+compile_object, compiled = objects.compile_object, []
+objects.compile_object = lambda *given: compiled.append(1) or compile_object(*given)
+problems = [problem for _, problem in suites.others(suites.read(sys.argv[1]), "float32")]
+for problem in problems:
+    registry.candidates(problem.primitive, bedstone.Handle().device)
+imports, times = time.perf_counter() - start, []
+for problem in problems:
+    start = time.perf_counter()
+    bedstone.Handle().plan(problem)
+    times.append(time.perf_counter() - start)
+print(json.dumps([imports, times, len(compiled)]))
+"""
 
 
 def table() -> list[tuple[str, float, str]]:
@@ -42,11 +78,50 @@ def table() -> list[tuple[str, float, str]]:
             call = _microseconds(lambda: torch.nn.functional.conv2d(tx, tw, padding=1))
         rows.append(("torch conv2d, the same problem", call, "us"))
         rows += _left_to_torch()
+        rows += _tiny_rows()
     rows += _jax_rows(x, w)
+    return rows + _first_uses() + [("import bedstone", _imported(), "ms")]
+
+
+def write_csv(path: str, rows: Sequence[tuple[str, float, str]]) -> None:
+    """The table as a file, with what it depends on in its head."""
+    head = report.environment(bedstone.Handle().device, machine.Ceilings({}, 0.0))
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        file.writelines(f"# {name}: {value}\n" for name, value in head.items())
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("what", "value", "unit"))
+        writer.writerows((what, f"{value:.2f}", unit) for what, value, unit in rows)
+
+
+def _tiny_rows() -> list[tuple[str, float, str]]:
+    """Plan look-up and call of a tiny problem of each primitive, and PyTorch's own call."""
+    rows, handle, runtime = [], bedstone.Handle(), runtime_of("cpu")
+    for name, line in TINIES.items():
+        problem = bedstone.parse_problem(line)
+        operands = Operands(problem, runtime)
+        workspace = runtime.empty(handle.plan(problem).workspace_size)
+        where, pointers = runtime.pointer(workspace), operands.pointers
+
+        def ours() -> None:
+            handle.plan(problem).kernel(pointers, where)  # noqa: B023
+
+        theirs = peers.PEERS["torch"](problem, operands.arrays(), "cpu").call
+        rows.append((f"tiny {name}: look-up and call", _microseconds(ours), "us"))
+        rows.append((f"tiny {name}: torch", _microseconds(theirs), "us"))
+    return rows
+
+
+def _first_uses() -> list[tuple[str, float, str]]:
+    """Plans of many kernels in a new process that must compile them, and in one that need not."""
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        rows.append(("first use: plan and compile", _fresh(folder), "ms"))
-        rows.append(("second process: plan and load", _fresh(folder), "ms"))
-    rows.append(("import bedstone", _imported(), "ms"))
+        _, compiling, _ = _fresh(folder)
+        imports, loading, compiled = _fresh(folder)
+    for what, times in (("first use, compiled", compiling), ("cached reload", loading)):
+        for how, value in (("median", statistics.median(times)), ("max", max(times))):
+            rows.append((f"{what}: {how} of {len(times)}", value * 1e3, "ms"))
+    rows.append(("kernels compiled by a second process", float(compiled), ""))
+    rows.append(("imports before a process's first plan", imports * 1e3, "ms"))
     return rows
 
 
@@ -110,16 +185,9 @@ def _microseconds(call: Callable[[], object], seconds: float = 0.2) -> float:
     return sorted(times)[len(times) // 2] * 1e6
 
 
-def _fresh(cache: str) -> float:
-    """Milliseconds until a plan is ready in a new process (imports not counted)."""
-    program = (
-        "import time, bedstone, bedstone.backends.cpu.kernel\n"
-        "from bedstone.backends.cpu import threads; threads.runtime()\n"
-        f"p = bedstone.parse_problem({TINY!r})\n"
-        "t = time.perf_counter(); bedstone.Handle().plan(p)\n"
-        "print((time.perf_counter() - t) * 1e3)"
-    )
-    return float(_python(program, BEDSTONE_CACHE_DIR=cache))
+def _fresh(cache: str) -> tuple[float, list[float], int]:
+    """What FRESH prints, with the kernels kept in that folder."""
+    return tuple(json.loads(_python(FRESH, KERNELS, BEDSTONE_CACHE_DIR=cache)))
 
 
 def _imported() -> float:
@@ -130,11 +198,11 @@ def _imported() -> float:
     return min(float(_python(program)) for _ in range(3))
 
 
-def _python(program: str, **environment: str) -> str:
+def _python(program: str, *arguments: str, **environment: str) -> str:
     import os
 
     answer = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | environment, capture_output=True, text=True, check=True, timeout=120,
+        [sys.executable, "-c", program, *arguments],
+        env=os.environ | environment, capture_output=True, text=True, check=True, timeout=300,
     )  # fmt: skip
     return answer.stdout

@@ -100,8 +100,11 @@ def main(args: argparse.Namespace) -> int:
             _words("--layout", args.layout, ("nchw", "nhwc"))
             return model.main(args)
         if args.what == "calls":
-            for what, value, unit in calls.table():
-                print(f"{what:34} {value:10.2f} {unit}")
+            rows = calls.table()
+            for what, value, unit in rows:
+                print(f"{what:44} {value:10.2f} {unit}")
+            if args.csv:
+                calls.write_csv(args.csv, rows)
             return 0
         by_suite = {suite: list(_problems(args, suite)) for suite in _suites(args)}
         problems = [entry for entries in by_suite.values() for entry in entries]
