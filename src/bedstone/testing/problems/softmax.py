@@ -34,12 +34,14 @@ SHAPES = (
     "0x5 {} axes=1",
     "1x33x17 {} axes=1,2",
 )
+LONG = "2x33000 {} axes=1"  # rows that GPUs share among programs
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 STRIDED = ("2x7x5x3 {} axes=1", "2x16x4x5 {} axes=1,2,3")
 
 
 def curated() -> list[Problem]:
-    """Every algorithm and direction of every shape and dtype; strides of two shapes."""
+    """Every algorithm and direction of every shape and dtype; strides of two shapes; long
+    rows forward."""
     random = np.random.default_rng(0)
     found = [
         parse_problem(f"softmax {direction} {shape.format(dtype)} algorithm={algorithm}")
@@ -48,6 +50,10 @@ def curated() -> list[Problem]:
         for shape in SHAPES
         for dtype in DTYPES
     ]
+    for algorithm in ALGORITHMS:
+        for dtype in DTYPES:
+            line = f"softmax forward {LONG.format(dtype)} algorithm={algorithm}"
+            found.append(parse_problem(line))
     for shape in STRIDED:
         for direction in DIRECTIONS:
             base = parse_problem(f"softmax {direction} {shape.format('float32')}")
