@@ -6,6 +6,7 @@ disturbs it. A run is long against the waking of a thread.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 
@@ -14,7 +15,8 @@ import numpy as np
 from bedstone.backends.cpu.builder import KernelBuilder
 from bedstone.backends.cpu.irtypes import itemsize
 from bedstone.backends.cpu.kernel import ENTRY, compiled
-from bedstone.backends.cpu.target import Target
+from bedstone.backends.cpu.target import CACHE_LINE, Target
+from bedstone.backends.cpu.tasks import flush_streamed, store_streaming
 from bedstone.plan.config import config, get_num_threads
 
 ROUNDS = 1_000_000  # of one multiply-add on every accumulator, per task: about 5 ms
@@ -43,18 +45,25 @@ def _emit_products(target: Target, dtype: str) -> KernelBuilder:
     return k
 
 
-def _emit_copy(target: Target) -> KernelBuilder:
+def _emit_copy(target: Target, streaming: bool) -> KernelBuilder:
+    """Streamed stores spare the read of each line before it is overwritten."""
     k = KernelBuilder(target)
     lanes = target.vector_bytes // 4
     with k.entry(ENTRY, pointers=2) as call:
         source, to = call.pointers
         blocks = COPY_BYTES // BLOCK
-        with (
-            k.parallel(blocks, call.threads) as job,
-            job.each_task() as task,
-            k.loop(task * BLOCK, (task + 1) * BLOCK, target.vector_bytes) as at,
-        ):
-            k.store(k.load(source + at, "float32", lanes), to + at, "float32")
+        with k.parallel(blocks, call.threads) as job:
+            with (
+                job.each_task() as task,
+                k.loop(task * BLOCK, (task + 1) * BLOCK, target.vector_bytes) as at,
+            ):
+                value = k.load(source + at, "float32", lanes)
+                if streaming:
+                    store_streaming(k, value, to + at, "float32")
+                else:
+                    k.store(value, to + at, "float32")
+            if streaming:
+                flush_streamed(k)
     return k
 
 
@@ -81,9 +90,21 @@ def flops_per_second(dtype: str = "float32", threads: int | None = None) -> floa
 
 
 def bytes_per_second(threads: int | None = None) -> float:
-    """Bytes read plus bytes written by a large copy."""
-    source, to = (np.ones(COPY_BYTES // 4, np.float32) for _ in range(2))
-    kernel = compiled("peak copy", _emit_copy, 2)
-    with config(num_threads=threads or get_num_threads()):
-        seconds = _best(lambda: kernel([source.ctypes.data, to.ctypes.data]))
-    return 2.0 * COPY_BYTES / seconds
+    """Bytes read plus bytes written by a large copy, through the caches or past them, whichever
+    is quicker."""
+    source, to = (_aligned(COPY_BYTES) for _ in range(2))
+    seconds = []
+    for streaming in (False, True):
+        key = f"peak copy streaming={streaming}"
+        kernel = compiled(key, lambda t: _emit_copy(t, streaming), 2)  # noqa: B023
+        with config(num_threads=threads or get_num_threads()):
+            call = functools.partial(kernel, [source.ctypes.data, to.ctypes.data])
+            seconds.append(_best(call))
+    return 2.0 * COPY_BYTES / min(seconds)
+
+
+def _aligned(nbytes: int) -> np.ndarray:
+    """Ones, from a cache line's first byte on."""
+    raw = np.ones(nbytes + CACHE_LINE, np.uint8)
+    start = -raw.ctypes.data % CACHE_LINE
+    return raw[start : start + nbytes]
