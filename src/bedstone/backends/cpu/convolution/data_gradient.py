@@ -24,6 +24,7 @@ from bedstone.backends.cpu.convolution.image_product import (
     DEPTH,
     FEW_CHANNELS,
     FILTER_BYTES_MAX,
+    FILTER_FLOPS,
     TASKS_WANTED,
     TILE_CYCLES,
     even_pieces,
@@ -193,7 +194,7 @@ def work(problem: ConvolutionProblem, target: Target) -> float:
     each = computed * (rows * (2.0 * depth + SCATTER_FLOPS) + depth * dy)
     tiles = computed // plan.dy_panel_width * plan.filter_panels * -(-depth // DEPTH)
     each += tiles * TILE_CYCLES * 4 * plan.tile.lanes  # two multiply-adds a cycle
-    return tasks * each + problem.w.size * 5 * PACK_FLOPS
+    return tasks * each + problem.w.size * FILTER_FLOPS[False]
 
 
 class DataGradient(FilterKernel):

@@ -9,12 +9,14 @@ chunks: shorter sums, smaller errors. Loop order after Goto and van de Geijn 200
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from bedstone.backends.cpu.activation import emit_epilogue
 from bedstone.backends.cpu.builder import F64, I64, Call, KernelBuilder, itemsize
+from bedstone.backends.cpu.convolution.filter_rows import turn_rows, turns
 from bedstone.backends.cpu.convolution.geometry import Geometry, geometry
 from bedstone.backends.cpu.convolution.packed_filter import FilterKernel, Operands, Packed
 from bedstone.backends.cpu.convolution.patches import (
@@ -173,7 +175,8 @@ PACK_FLOPS = {
     True: 12.0,
     False: 100.0,
 }  # of the peak rate, per patch element: neighbours? gathered?
-FILTER_FLOPS = 150.0  # packing a filter's element
+# Packing a filter's element: by transposing in registers? gathered?
+FILTER_FLOPS = {True: 50.0, False: 200.0}
 TILE_CYCLES = 100.0  # around the products of a tile and chunk: with 9 products they take 3/4
 
 
@@ -191,7 +194,7 @@ def work(problem: ConvolutionProblem, target: Target) -> float:
     tiles = phases * g.groups * plan.pixel_panels * plan.filter_panels * plan.chunks
     around = tiles * TILE_CYCLES * 4 * plan.tile.lanes  # two multiply-adds a cycle
     packing = pixels * passes * PACK_FLOPS[step == item]
-    packing += 0.0 if plan.in_place else outer * FILTER_FLOPS
+    packing += 0.0 if plan.in_place else outer * FILTER_FLOPS[turns(g, plan, item)]
     return around + depth * (2.0 * pixels * outer + packing)
 
 
@@ -295,11 +298,15 @@ class ImageProduct(FilterKernel):
             phase, group = self._pair(pair0 + pair)
             source = filter_ + group * g.group_filter
             first = (panel0 + panel) * plan.filter_width
-            pack = self._filter_rows if plan.lanes_are_pixels else self._filter_columns
-            with k.loop(0, plan.chunks) as number:
-                chunk = self._chunk(phase, phase.count, number)
-                target = self._packed_panel(packed, pair, panel, number)
-                pack(source, target, chunk, phase.first, first)
+            if turns(g, plan, self.item):
+                to = functools.partial(self._packed_panel, packed, pair, panel)
+                turn_rows(k, g, plan, self.dtype, source, first, to)
+            else:
+                pack = self._filter_rows if plan.lanes_are_pixels else self._filter_columns
+                with k.loop(0, plan.chunks) as number:
+                    chunk = self._chunk(phase, phase.count, number)
+                    target = self._packed_panel(packed, pair, panel, number)
+                    pack(source, target, chunk, phase.first, first)
 
     def _filter_rows(
         self, source: IntLike, target: IntLike, chunk: Chunk, first_tap: IntLike, first: IntLike

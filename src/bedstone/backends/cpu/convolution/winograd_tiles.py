@@ -8,7 +8,7 @@ loads; those at its border masked ones, so that padding is real zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from bedstone.backends.cpu.activation import emit_epilogue
@@ -67,12 +67,17 @@ class FilterReader:
         w, channel, start = corner
         if (wc, wr, ws) == (TAPS * size, 3 * size, size) and count * TAPS % QUAD == 0:
             order = [TAPS - 1 - t for t in range(TAPS)] if g.flip else list(range(TAPS))
-            self._quads(w + start * wc, channel, count * TAPS, block,
+            self._quads(w + start * wc, channel, range(0, count * TAPS, QUAD), block,
                         lambda e: e // TAPS * TAPS + order[e % TAPS])  # fmt: skip
         elif wc == size and wk != size and count % QUAD == 0:
             for t in range(TAPS):
-                self._quads(w + start * wc + self._tap(t), channel, count, block,
+                self._quads(w + start * wc + self._tap(t), channel, range(0, count, QUAD), block,
                             lambda e, t=t: e * TAPS + t)  # fmt: skip
+        elif (wr, ws) == (3 * size, size):
+            order = [TAPS - 1 - t for t in range(TAPS)] if g.flip else list(range(TAPS))
+            for c in range(count):
+                self._quads(w + (start + c) * wc, channel, (0, QUAD, TAPS - QUAD), block,
+                            lambda e, c=c: c * TAPS + order[e])  # fmt: skip
         else:
             mask = k.first_lanes(g.target.channels - channel, g.lanes)
             lanes = k.iota(g.lanes) * wk
@@ -94,14 +99,17 @@ class FilterReader:
     def _put(self, value: Any, block: Any, place: int) -> None:
         self.k.store(value, block, self.g.accumulator, offset=place * self.g.lanes * self.g.size)
 
-    def _quads(self, base: Any, channel: Any, length: int, block: Any, place: Any) -> None:
-        """`length` contiguous elements of each target channel's row, turned to vectors; element e
-        goes to block[place(e)]. Rows past the last channel repeat it: nobody reads those lanes."""
+    def _quads(
+        self, base: Any, channel: Any, starts: Iterable[int], block: Any, place: Any
+    ) -> None:
+        """The QUADs of elements at `starts` of each target channel's row, turned to vectors;
+        element e goes to block[place(e)]. Rows past the last channel repeat it: nobody reads those
+        lanes."""
         k, g = self.k, self.g
         wk = g.filter_strides[0]
         last = g.target.channels - 1
         rows = [base + k.min(channel + lane, last) * wk for lane in range(g.lanes)]
-        for e in range(0, length, QUAD):
+        for e in starts:
             quads = [k.load(row, g.dtype, QUAD, offset=e * itemsize(g.dtype)) for row in rows]
             turned = transpose_quads(k, [concatenate(k, quads[q::QUAD]) for q in range(QUAD)])
             for i, value in enumerate(turned):
