@@ -65,7 +65,9 @@ class ChannelsFirst(Emitter):
     def _rows_in_flight(self, height: int) -> int:
         """Output rows computed together: as many sums as hide the latency, few left over."""
         most = ROWS // len(self._column_groups()[0])
-        return min(range(most, max(1, most // 2), -1), key=lambda c: (-(-height // c) * c, -c))
+        if height <= most:
+            return max(1, height)
+        return min(range(most, most // 2, -1), key=lambda c: (-(-height // c) * c, -c))
 
     def _plane(self, w: Any, n: Any, channel: Any, start: Any, stop: Any) -> None:
         k, s = self.k, self.s
@@ -79,6 +81,7 @@ class ChannelsFirst(Emitter):
             taps = self._taps(weights, row_taps, group)
             last = k.min(stop, s.rows.within(r0))
             even = start + (last - start) // self.count * self.count
+            rest = s.rows.within(r0) % self.count  # of the last block: the others are whole
             width = max(s.columns.within(c0) for c0, _ in group)
             place = out + r0 * s.rows.out
             with k.loop(0, width, s.lanes) as q:
@@ -87,8 +90,9 @@ class ChannelsFirst(Emitter):
                     masks = self._masks(q, group) if border else {}
                     with k.loop(start, even, self.count) as p:
                         self._tile(column, p, self.count, masks, border)
-                    with k.loop(even, last) as p:
-                        self._tile(column, p, 1, masks, border)
+                    if rest:
+                        with k.if_(even < last):
+                            self._tile(column, even, rest, masks, border)
 
     def _unrolled(self, row_taps: Any, group: Any) -> bool:
         return len(row_taps) * sum(len(taps) for _, taps in group) <= UNROLLED_TAPS
