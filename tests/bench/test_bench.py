@@ -94,6 +94,19 @@ def test_rows_files_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         plot.draw(files["csv"], files["png"], "batch")
 
 
+def test_a_prepared_filter_is_packed_before_the_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    problem = bedstone.parse_problem("convolution forward n1c32h8k16r3p1 float32")
+    plan, operands = bedstone.Handle().plan(problem), Operands(problem, runtime_of("cpu"))
+    operands.arrays()["y"][:] = np.nan
+    driver.side_of(plan, [operands], 0, prepared=True).call()
+    arrays = operands.arrays()
+    want = bedstone.convolution(arrays["x"], arrays["w"], padding=1)
+    np.testing.assert_array_equal(arrays["y"], want)
+    words = ["bench", "conv", "--suite", "resnet50", "--limit", "1", "--batch", "1", "--prepared"]
+    assert cli.main([*words, "--directions", "backward_filter"]) != 0
+    assert "one with the filter 'w' among its inputs" in capsys.readouterr().err
+
+
 def test_batches_are_drawn_and_summed_up(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import bedstone
+from bedstone.arrays import ArrayRef
 from bedstone.bench import device_operands, peers
 from bedstone.bench.check import check
 from bedstone.bench.device_operands import DeviceOperands, in_turn
@@ -65,6 +66,7 @@ class Options:
     workspace_limit: int | None = 0
     device: str = "cpu"
     check: bool = True
+    prepared: bool = False  # the filter packed once, before it is timed
 
 
 def run(
@@ -83,7 +85,7 @@ def run(
     runtime = runtime_of(handle.device.kind)
     operands = _operands(problem, runtime, options.device)
     workspace = runtime.empty(plan.workspace_size)
-    ours = side_of(plan, operands, runtime.pointer(workspace))
+    ours = side_of(plan, operands, runtime.pointer(workspace), options.prepared)
     sides, notes = _peers(problem, operands, options)
     times = _times([ours, *sides.values()])
     note = "; ".join(notes)
@@ -110,16 +112,34 @@ def _operands(problem: bedstone.Problem, runtime: Runtime, device: str) -> list[
     return [DeviceOperands(problem, device, seed) for seed in range(count)]
 
 
-def side_of(plan: bedstone.Plan, operands: Sequence[AnyOperands], workspace: int) -> Side:
-    """A plan over sets of operands as one side of a comparison; on a GPU its runtime's clock times
-    it."""
-    kernel = plan.kernel
-    calls = [functools.partial(kernel, made.pointers, workspace, 1.0, 0.0, 0) for made in operands]
+def side_of(
+    plan: bedstone.Plan, operands: Sequence[AnyOperands], workspace: int, prepared: bool = False
+) -> Side:
+    """A plan over sets of operands as one side of a comparison, `prepared` with each set's filter
+    if asked; on a GPU its runtime's clock times it."""
+    calls = []
+    for made in operands:
+        kernel, space, kept = plan.kernel, workspace, None
+        if prepared:
+            kept = plan.prepare(_filter(plan, made))
+            kernel, space = kept.kernel, kept.packed or workspace
+        calls.append(functools.partial(kernel, made.pointers, space, 1.0, 0.0, 0))
+        calls[-1].kept = kept  # type: ignore[attr-defined]  # the packed filter's memory
     call: Callable[[], Any] = in_turn(calls)
     if plan.device.kind == "cpu":
         return Side(call)
     runtime = runtime_of(plan.device.kind)
     return Side(call, lambda: runtime.time(call, DEVICE_SECONDS))
+
+
+def _filter(plan: bedstone.Plan, operands: AnyOperands) -> ArrayRef:
+    """The operand that may stay the same (of problems without one, any: they are refused)."""
+    named = enumerate(plan.problem.operands)
+    place, operand = next((p for p in named if p[1].name == "w"), (0, plan.problem.operands[0]))
+    device = plan.device
+    return ArrayRef(
+        operands.pointers[place], operand.desc, device.kind, device.index, owner=operands
+    )
 
 
 def _peers(

@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--algorithm", help="force one, such as cpu:implicit_gemm or 'cpu:*'")
     add("--math", default="ieee", help="ieee (default), fast, tf32, bf16, bf16x6, bf16x3")
     add("--find", action="store_true", help="measure the candidates, take the best")
+    add("--prepared", action="store_true", help="pack the filter once, outside what is timed")
     add("--workspace", type=float, default=256.0, metavar="MIB",
         help="granted to plans (default 256, 0 for none)")  # fmt: skip
     add("--batch", type=int, help="images, in place of the suite's own number")
@@ -152,6 +153,7 @@ def _measure(args: argparse.Namespace, problems: list[tuple[str, bedstone.Proble
     options = Options(
         _words("--peer", args.peer, tuple(PEERS)),
         args.algorithm, args.find, _bytes(args.workspace), args.device, not args.no_check,
+        args.prepared,
     )  # fmt: skip
     handle = bedstone.Handle(args.device)
     ceilings = machine.measure(handle.device.kind)
