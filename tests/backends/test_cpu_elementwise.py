@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
+import bedstone
 from bedstone.backends.cpu.elementwise import collapse
 from bedstone.backends.cpu.target import Target
 from bedstone.plan.config import config
@@ -212,3 +213,28 @@ def test_collapse_folds_what_all_operands_step_through_alike():
     backwards = TensorDesc(dims, (-60, -20, -5, -1), "float32")
     nest = collapse([backwards, backwards])
     assert (nest.dims, nest.offsets, nest.strides) == ((120,), (-119, -119), ((1,), (1,)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("kind", ["sigmoid", "tanh", "elu", "softplus"])
+def test_exponentials_are_exact_to_a_few_units_in_both_tails(kind, dtype):
+    """Relative errors, down to the subnormal numbers, where they are absolute."""
+    spans = ((760, 15_001), (120, 24_001), (1, 4_001))
+    wide = np.concatenate([np.linspace(-span, span, count) for span, count in spans])
+    x = np.concatenate([wide, -np.logspace(-40, 2, 1_001), [0.0, -0.0, np.inf, -np.inf, np.nan]])
+    x = x.astype(dtype)
+    exact = x.astype(np.longdouble)
+    with np.errstate(all="ignore"):
+        want = {
+            "sigmoid": lambda: np.exp(-np.logaddexp(0, -exact)),
+            "tanh": lambda: np.tanh(exact),
+            "elu": lambda: np.where(exact > 0, exact, np.expm1(exact)),
+            "softplus": lambda: np.logaddexp(0, exact),
+        }[kind]()
+    got = bedstone.activation(x.reshape(1, -1), kind).ravel()
+    number = np.isfinite(want)
+    limits = np.finfo(x.dtype)
+    bound = 6 * limits.eps * np.abs(want[number]) + 2 * limits.smallest_subnormal
+    assert (np.abs(got[number] - want[number]) <= bound).all()
+    assert np.array_equal(got[~number], want[~number].astype(dtype), equal_nan=True)
+    assert np.array_equal(np.signbit(got[x == 0]), np.signbit(want[x == 0]))
