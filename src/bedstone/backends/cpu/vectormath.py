@@ -145,16 +145,15 @@ def _scale(value: Float, n: Float, shifted: Float) -> Float:
 
 
 @functools.cache
-def _exp_coefficients(f: Format) -> tuple[float, ...]:
-    """e^r for |r| <= ln(2)/2."""
-    return _economized([1.0 / math.factorial(i) for i in range(TAYLOR_TERMS)], f.exp_terms)
-
-
-@functools.cache
 def _expm1_coefficients(f: Format) -> tuple[float, ...]:
-    """(e^r - 1) / r for |r| <= ln(2)/2; one term fewer gives the same accuracy."""
+    """(e^r - 1) / r for |r| <= ln(2)/2."""
     terms = [1.0 / math.factorial(i + 1) for i in range(TAYLOR_TERMS)]
     return _economized(terms, f.exp_terms - 1)
+
+
+def _exp_coefficients(f: Format) -> tuple[float, ...]:
+    """e^r for |r| <= ln(2)/2; exactly 1 at 0 (sums of what is 1 less a rounding drift)."""
+    return 1.0, *_expm1_coefficients(f)
 
 
 def _economized(taylor: Sequence[float], terms: int) -> tuple[float, ...]:
