@@ -31,7 +31,7 @@ class Format:
     bias: int
     ln2_high: float  # ln 2 = high + low; n * high is exact for every exponent n
     ln2_low: float
-    exp_terms: int  # the first Chebyshev term left out is below a quarter of a unit
+    exp_terms: int  # the first term left out, at |r| = ln(2)/2, is below half a unit
     log_terms: int  # likewise at |s| = (sqrt(2)-1)/(sqrt(2)+1)
     erf_terms: int  # likewise at |x| = 1
     log1p_terms: int  # likewise at s = 1/3
@@ -48,11 +48,11 @@ class Format:
 
 SINGLE = Format(
     23, 127, 0.693359375, -2.12194440054690583e-4,
-    7, 5, 11, 7, 9, 9.3, (-104.0, 89.0), 10.0,
+    8, 5, 11, 7, 9, 9.3, (-104.0, 89.0), 10.0,
 )  # fmt: skip
 DOUBLE = Format(
     52, 1023, 6.93147180369123816490e-01, 1.90821492927058770002e-10,
-    12, 11, 20, 16, 20, 26.5, (-746.0, 710.0), 20.0,
+    14, 11, 20, 16, 20, 26.5, (-746.0, 710.0), 20.0,
 )  # fmt: skip
 CURRENT_ROUNDING = 4  # the operand of AVX-512 intrinsics that asks for no rounding of its own
 
@@ -148,7 +148,7 @@ def _scale(value: Float, n: Float, shifted: Float) -> Float:
 def _expm1_coefficients(f: Format) -> tuple[float, ...]:
     """(e^r - 1) / r for |r| <= ln(2)/2."""
     terms = [1.0 / math.factorial(i + 1) for i in range(TAYLOR_TERMS)]
-    return _economized(terms, f.exp_terms - 1)
+    return _economized(terms, f.exp_terms - (2 if f is SINGLE else 3))
 
 
 def _exp_coefficients(f: Format) -> tuple[float, ...]:
@@ -165,11 +165,15 @@ def _economized(taylor: Sequence[float], terms: int) -> tuple[float, ...]:
     return tuple(float(c) / limit**i for i, c in enumerate(found))
 
 
+def _inverse_factorials(first: int, count: int) -> list[float]:
+    return [1.0 / math.factorial(i) for i in range(first, first + count)]
+
+
 def exp(x: Float) -> Float:
     """e^x, exact 0 and infinity outside the type's range, gradual underflow included."""
     f = format_of(x)
     r, n, shifted = _reduce_exp(clamp(x, *f.exp_range))
-    return _scale(polynomial(r, _exp_coefficients(f)), n, shifted)
+    return _scale(polynomial(r, _inverse_factorials(0, f.exp_terms)), n, shifted)
 
 
 def expm1(x: Float) -> Float:
@@ -177,7 +181,7 @@ def expm1(x: Float) -> Float:
     k, f = x.k, format_of(x)
     r, _, shifted = _reduce_exp(clamp(x, -f.tanh_limit * 4, f.exp_range[1]))
     a, b = _halves(shifted)
-    q = polynomial(r, _expm1_coefficients(f)) * r  # e^r - 1
+    q = polynomial(r, _inverse_factorials(1, f.exp_terms)) * r  # e^r - 1
     one_over_b = power_of_two(0 - b, x)
     scale = power_of_two(a, x)
     result = k.fma(q, scale, scale - one_over_b) * power_of_two(b, x)
