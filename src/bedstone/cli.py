@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         args = parser.parse_args(words)
     try:
-        return args.run(args)
+        return int(args.run(args))
     except (bedstone.BedstoneError, FileNotFoundError) as error:
         print(f"bedstone {args.command}: {error}", file=sys.stderr)
         return 2

@@ -26,6 +26,7 @@ from cudnn_cases import (
 )
 
 import bedstone
+from bedstone.backends.cpu.convolution.winograd_nested import NestedWinograd
 from bedstone.compat import cudnn_calls, cudnn_descriptors, cudnn_v1, cudnn_v2
 from bedstone.compat.cudnn_memory import Place
 from bedstone.compat.cudnn_status import Refusal
@@ -320,18 +321,20 @@ def planned(handle, x, w, conv, size):
     return found
 
 
-def test_preferences():
-    """A 9x9 filter gains by an algorithm with workspace: it is proposed where that is granted."""
+def test_preferences(monkeypatch):
+    """An algorithm with workspace that gains by it is proposed where that is granted."""
+    monkeypatch.setattr(NestedWinograd, "estimate", lambda self, problem, device: 0.0)
+    handle = cudnn_v2.cudnnCreate()  # that has planned nothing yet
     x, w, conv = (1, 32, 40, 40), (32, 32, 9, 9), bedstone.ConvolutionDesc.of(2)
-    none, fastest, limited = planned(HANDLE, x, w, conv, 1)
+    none, fastest, limited = planned(handle, x, w, conv, 1)
     gemm = cudnn_v2.CUDNN_CONVOLUTION_FWD_ALGO_GEMM
     assert none[1] == 0 and none[0] != gemm and limited == none
     assert fastest[0] == gemm and fastest[1] > 0
-    assert planned(HANDLE, x, w, conv, fastest[1])[2] == fastest
-    assert planned(HANDLE, x, w, conv, fastest[1] - 1)[2] == none
+    assert planned(handle, x, w, conv, fastest[1])[2] == fastest
+    assert planned(handle, x, w, conv, fastest[1] - 1)[2] == none
     # Where nothing needs workspace, all agree.
-    assert len(set(planned(HANDLE, (2, 3, 8, 8), (4, 3, 1, 1), conv, 0))) == 1
-    args = (HANDLE, packed(2, 3, 8, 8), filters(4, 3, 1, 1), convolution(conv), packed(2, 4, 8, 8))
+    assert len(set(planned(handle, (2, 3, 8, 8), (4, 3, 1, 1), conv, 0))) == 1
+    args = (handle, packed(2, 3, 8, 8), filters(4, 3, 1, 1), convolution(conv), packed(2, 4, 8, 8))
     ask = cudnn_v2.cudnnGetConvolutionForwardAlgorithm
     refused(BAD_PARAM, "preference: got 3", ask, *args, 3, 0)
     refused(BAD_PARAM, "memoryLimitInbytes", ask, *args, 2, -1)
@@ -344,21 +347,26 @@ def test_preferences():
 
 
 @pytest.mark.parametrize("algo", [0, 1, 2])
-def test_algorithms_agree(algo):
+@pytest.mark.parametrize("gemm", ["cpu:winograd_2x2_nested", None])
+def test_algorithms_agree(monkeypatch, algo, gemm):
+    """Whether a machine's own choice needs workspace is its own affair: one that does is named."""
+    which = cudnn_v2.cudnnConvolutionFwdAlgo(2)
+    if gemm is not None:
+        monkeypatch.setitem(cudnn_calls.ALGORITHMS, which, (gemm, None))
+    handle = cudnn_v2.cudnnCreate()  # that has prepared nothing yet
     conv, dims, window = bedstone.ConvolutionDesc.of(2), (1, 32, 24, 24), (32, 32, 9, 9)
     x, w, y = array(*dims), array(*window, seed=1), np.full((1, 32, 16, 16), np.nan, "f")
     xd, wd, cd, yd = packed(*dims), filters(*window), convolution(conv), packed(*y.shape)
-    args = (HANDLE, xd, wd, cd, yd)
-    need = cudnn_v2.cudnnGetConvolutionForwardWorkspaceSize(*args, algo)
-    assert (need > 0) == (algo == 2)
+    need = cudnn_v2.cudnnGetConvolutionForwardWorkspaceSize(handle, xd, wd, cd, yd, algo)
+    assert need == 0 or algo == which
+    assert need > 0 or algo != which or gemm is None
     lent = np.full(need + 64, 0x55, np.uint8)
     call = cudnn_v2.cudnnConvolutionForward
-    tail = (0.0, yd, y)
-    call(HANDLE, 1.0, xd, x, wd, w, cd, algo, lent, need, *tail)
+    head, tail = (handle, 1.0, xd, x, wd, w, cd, algo), (0.0, yd, y)
+    call(*head, lent, need, *tail)
     assert (lent[need:] == 0x55).all()
     np.testing.assert_allclose(y, bedstone.convolution(x, w), rtol=2e-4, atol=2e-3)
     if need:
-        head = (HANDLE, 1.0, xd, x, wd, w, cd, algo)
         refused(BAD_PARAM, "workSpaceSizeInBytes", call, *head, lent, need - 1, *tail)
         call(*head, np.zeros(need // 4 + 1, "f"), need, *tail)  # of any type
         refused(BAD_PARAM, "workSpace.*overlaps", call, *head, x.ctypes.data, need, *tail)

@@ -103,7 +103,7 @@ def _tiny_rows() -> list[tuple[str, float, str]]:
         where, pointers = runtime.pointer(workspace), operands.pointers
 
         def ours() -> None:
-            handle.plan(problem).kernel(pointers, where)  # noqa: B023
+            handle.plan(problem).kernel(pointers, where, 1.0, 0.0, 0)  # noqa: B023
 
         theirs = peers.PEERS["torch"](problem, operands.arrays(), "cpu").call
         rows.append((f"tiny {name}: look-up and call", _microseconds(ours), "us"))

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ def compare(model: Any) -> float:
 
 def measure(model: Any, framework: str, settings: tuple[Any, ...]) -> list[ModelRow]:
     """A row a side, timed in turns."""
-    clocks = [lambda side=side: _clock(model, side) for side in SIDES]
+    clocks = [partial(_clock, model, side) for side in SIDES]
     for clock in clocks:
         clock()  # plans are made, kernels compiled
     before = model.counts()

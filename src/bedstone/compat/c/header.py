@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from types import ModuleType
+from typing import Any
 
 from bedstone.version import __version__
 
@@ -244,7 +245,7 @@ def _enum(enum: str, names: tuple[str, ...]) -> str:
     return _comment(ENUMS[enum]) + _values([(constant(enum, n), "") for n in names], enum)
 
 
-def _struct(name: str, fields: tuple) -> str:
+def _struct(name: str, fields: tuple[Any, ...]) -> str:
     rows = [
         f"    {f.ctype} {f.name}{''.join(f'[{n}]' for n in f.count)};"
         + (" /* a bs_" + f.name + " */" if f.name == "dtype" else "")
@@ -253,7 +254,7 @@ def _struct(name: str, fields: tuple) -> str:
     return _comment(STRUCTS[name]) + "\n".join(["typedef struct {", *rows, f"}} {name};", ""])
 
 
-def _declaration(name: str, result: str, parameters: tuple) -> str:
+def _declaration(name: str, result: str, parameters: tuple[tuple[str, str], ...]) -> str:
     words = [f"{ctype} {parameter}" for ctype, parameter in parameters] or ["void"]
     words = [word.replace("* ", " *") for word in words]
     start = f"{result} {name}(".replace("* ", " *")
