@@ -17,7 +17,7 @@ from typing import Any
 from llvmlite import ir
 
 from bedstone.backends.cpu import vectormath as vm
-from bedstone.backends.cpu.builder import F64, I64, Float, Int
+from bedstone.backends.cpu.builder import F64, I64, Int
 from bedstone.backends.cpu.irtypes import VOID, itemsize
 from bedstone.backends.cpu.library import checks
 from bedstone.backends.cpu.library.interface import DTYPES, ENUMS
@@ -29,9 +29,11 @@ from bedstone.backends.cpu.library.pointwise import (
     Nest,
     function_address,
 )
+from bedstone.backends.cpu.softmax import larger
 
 ALGORITHMS, AXES = ENUMS["bs_softmax_algorithm"], ENUMS["bs_softmax_axes"]
 ALONG, ACROSS, SINGLE = "along", "across", "single"  # the three kinds of line functions
+BLOCK = 128  # terms of a running sum: the sums of blocks are summed, so that rounding grows slowly
 # Arguments: addresses of y, p, q; the normalised nest; valid lanes; alpha, beta.
 LINE_TYPES = [I64] * (OPERANDS + 2) + [F64] * 2
 
@@ -82,18 +84,39 @@ class Line:
         """An operand's values; 0 where there are none."""
         return self.k.load(address, self.dtype, self.lanes, mask=mask)
 
-    def fold(self, first: float, value: Callable[[list[Int], Any], Any], combine: Any) -> Any:
-        """All values of the line combined, in every lane where vectors run along the line."""
+    def largest(self, value: Callable[[list[Int], Any], Any]) -> Any:
+        """The largest value of the line (a NaN may get lost: the sum that follows has it)."""
         k = self.k
-        total = k.variable(k.constant(first, self.dtype, self.lanes))
+        top = k.variable(k.constant(-math.inf, self.dtype, self.lanes))
         with self.walk() as (at, mask):
             found = value(at, mask)
             if self.kind == ALONG:
-                found = k.select(mask, found, first)
-            total.set(combine(total.value, found))
+                found = k.select(mask, found, -math.inf)
+            top.set(larger(top.value, found))
+        return self._of_all_lanes(top.value, larger)
+
+    def sum(self, value: Callable[[list[Int], Any], Any]) -> Any:
+        """The sum of the line's values."""
+        k = self.k
+        zero = k.constant(0.0, self.dtype, self.lanes)
+        total, block, left = k.variable(zero), k.variable(zero), k.variable(BLOCK)
+        with self.walk() as (at, mask):
+            found = value(at, mask)
+            if self.kind == ALONG:
+                found = k.select(mask, found, 0.0)
+            block.set(block.value + found)
+            left.set(left.value - 1)
+            with k.if_(left.value.eq(0)):
+                total.set(total.value + block.value)
+                block.set(zero)
+                left.set(k.as_int(BLOCK))
+        return self._of_all_lanes(total.value + block.value, lambda a, b: a + b)
+
+    def _of_all_lanes(self, value: Any, combine: Any) -> Any:
+        """What the lanes hold combined, in every lane, where vectors run along the line."""
         if self.kind != ALONG:
-            return total.value
-        return k.splat(k.reduce(total.value, combine), self.lanes)
+            return value
+        return self.k.splat(self.k.reduce(value, combine), self.lanes)
 
     def write(self, value: Callable[[list[Int], Any], Any]) -> None:
         """alpha * value + beta * old, everywhere."""
@@ -107,20 +130,15 @@ class Line:
 
     def forward(self, algorithm: str) -> None:
         """y from p = x."""
-        k = self.k
         top: Any = None
         if algorithm != "fast":
-
-            def larger(a: Float, b: Float) -> Float:  # (a NaN is found again by the sum)
-                return k.select(a < b, b, a)
-
-            top = self.fold(-math.inf, lambda at, mask: self.load(at[1], mask), larger)
+            top = self.largest(lambda at, mask: self.load(at[1], mask))
 
         def shifted(at: list[Int], mask: Any) -> Any:
             x = self.load(at[1], mask)
             return x if top is None else x - top
 
-        total = self.fold(0.0, lambda at, mask: vm.exp(shifted(at, mask)), lambda a, b: a + b)
+        total = self.sum(lambda at, mask: vm.exp(shifted(at, mask)))
         if algorithm == "log":
             logarithm = vm.log(total)
             self.write(lambda at, mask: shifted(at, mask) - logarithm)
@@ -135,7 +153,7 @@ class Line:
             dy = self.load(at[2], mask)
             return dy if algorithm == "log" else dy * self.load(at[1], mask)
 
-        total = self.fold(0.0, term, lambda a, b: a + b)
+        total = self.sum(term)
 
         def result(at: list[Int], mask: Any) -> Any:
             y, dy = self.load(at[1], mask), self.load(at[2], mask)
