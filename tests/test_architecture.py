@@ -31,6 +31,7 @@ ALLOWED = {
     # Tools that measure, explain and test look into planning as well.
     "bench": ("", "spec", "arrays", "functional", "version", "plan", "testing"),
     "demo": ("", "spec", "arrays", "functional", "version", "bench", "frameworks"),
+    "__main__": ("cli",),
     "cli": ("", "spec", "arrays", "functional", "version", "plan", "testing", "bench",
             "frameworks", "demo", "compat"),
 }  # fmt: skip

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
+import bedstone
 from bedstone import cli
 
 
@@ -38,6 +40,13 @@ def test_explain_takes_a_shape_word(capsys: pytest.CaptureFixture[str]) -> None:
         ["bench", "conv", "--threads", "0", "--limit", "1"],
         ["bench", "conv", "--directions", "sideways"],
         ["bench", "conv", "--batch", "0"],
+        ["bench", "conv", "--workspace", "nan"],
+        ["compile"],
+        ["compile", "--suite", "nowhere"],
+        ["compile", "--suite", "paper", "--directions", "sideways"],
+        ["compile", "--suite", "paper", "--architecture", "hopper"],
+        ["compile", "--suite", "paper", "--every"],
+        ["compile", "--suite", "paper", "--device", "tpu"],
         ["bench", "pool", "--batch", "3"],
         ["bench", "plot", "--csv", "nowhere.csv", "--plot", "x.png"],
         ["bench", "conv", "--peer", "nobody", "--limit", "1"],
@@ -61,6 +70,22 @@ def test_help_shows_examples(words: list[str], capsys: pytest.CaptureFixture[str
         cli.main(words)
     assert stop.value.code == 0
     assert len(capsys.readouterr().out) > 300
+
+
+def test_compile_fills_the_cache(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    suite = tmp_path / "suite.txt"
+    suite.write_text('n1c8h9k8r3 "small"\nsoftmax forward 5x70 axes=1\n')
+    with bedstone.config(cache_dir=str(tmp_path / "cache")):
+        assert cli.main(["compile", "--suite", str(suite), "--directions", "all"]) == 0
+        compiled = sorted((tmp_path / "cache" / "objects").iterdir())
+        out = capsys.readouterr().out
+        assert out.count("  cpu:") == 7 and "7 problems, 0 not compiled" in out[-60:]
+        code = (
+            "import bedstone as b; b.Handle().plan(b.parse_problem('softmax forward 5x70 axes=1'))"
+        )
+        environment = {**os.environ, "BEDSTONE_CACHE_DIR": str(tmp_path / "cache")}
+        subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+        assert sorted((tmp_path / "cache" / "objects").iterdir()) == compiled
 
 
 def test_fuzz_repeats_a_problem(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ examples:
   bedstone info                                         this machine, backends, settings
   bedstone explain "n16c64h56k64r3p1"                   which algorithm a convolution takes, and why
   bedstone explain "pooling forward n1c64h112r3p1u2 float32 mode=max"
+  bedstone compile --suite resnet50 --architecture sm_90   kernels for a GPU, without it
   bedstone bench conv --suite paper --peer torch        time a suite against PyTorch
   bedstone demo                                         a pretrained network on these kernels
   bedstone fuzz --seconds 30                            random problems against the reference
@@ -35,6 +36,7 @@ examples:
 # Subcommand -> (module with add_arguments(parser) and main(args), one line of help).
 ELSEWHERE = {
     "bench": ("bedstone.bench.main", "time primitives against peers and the machine's roofline"),
+    "compile": ("bedstone.bench.compile", "fill the disk cache with the kernels of suites"),
     "demo": ("bedstone.demo", "an unmodified network, natively and on bedstone"),
     "caffe": ("bedstone.frameworks.caffe.main", "train, test and time Caffe networks"),
     "build-c": ("bedstone.compat.c.build", "write the C library for a CPU"),

@@ -6,9 +6,9 @@ import re
 import pytest
 
 pytest.importorskip("triton")
+from bedstone import cli
 from bedstone.backends.triton import (
     activation,
-    ahead,
     compile,
     convolution,
     dropout,
@@ -212,10 +212,15 @@ def test_accumulators_are_written_out():
 
 
 def test_compiling_ahead_fills_the_cache(tmp_path, capsys):
-    line = "softmax forward 64x100 float32 axes=1"
-    untaken = "normalization lrn_forward 2x3x2x2x2x2 float32 region=within"
+    suite, untaken = tmp_path / "suite.txt", tmp_path / "untaken.txt"
+    suite.write_text("softmax forward 64x100 axes=1\n")
+    untaken.write_text("normalization lrn_forward 2x3x2x2x2x2 region=within\n")
+    compile_for = ["compile", "--architecture", "sm_90", "--suite"]
     with config(cache_dir=str(tmp_path)):
-        assert ahead.main(["--architecture", "sm_90", line]) == 0
+        assert cli.main([*compile_for, str(suite)]) == 0
         assert len(list((tmp_path / "triton").iterdir())) == 1
-        assert ahead.main(["--architecture", "sm_90", untaken]) == 1
-    assert "triton:online softmax_forward_kernel" in capsys.readouterr().out
+        assert "triton:online softmax_forward_kernel" in capsys.readouterr().out
+        assert cli.main([*compile_for, str(suite), "--every"]) == 0
+        assert "in the cache already" in capsys.readouterr().out
+        assert cli.main([*compile_for, str(untaken)]) == 1
+        assert "no algorithm takes it" in capsys.readouterr().out

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import bedstone
 from bedstone.bench import calls, machine, model, plot, report, select_check, suites, timing
 from bedstone.bench.driver import Options, Row, run
 from bedstone.bench.peers import PEERS
+from bedstone.spec.problem import PRIMITIVES
 
 DIRECTIONS = ("forward", "backward_data", "backward_filter")
 DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -54,29 +55,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     what = "; ".join(f"{kind}: {text}" for kind, text in KINDS.items())
     parser.add_argument("what", choices=KINDS, metavar="WHAT", help=what)
+    add_problem_arguments(parser)
     add = parser.add_argument
-    add("--suite", default="", help="joined by commas; files of your own, or of "
-        + ", ".join(suites.names()))  # fmt: skip
-    add("--directions", default="forward", help=f"of {', '.join(DIRECTIONS)}, or all")
-    add("--dtype", default="float32", help=f"one of {', '.join(DTYPES)}")
-    add("--layout", default="nchw,nhwc", help="nchw, nhwc or both (default)")
     add("--peer", default="", help=f"joined by commas: {', '.join(PEERS)}")
     add("--threads", type=int, help="CPU threads (default: the settings')")
     add("--algorithm", help="force one, such as cpu:implicit_gemm or 'cpu:*'")
-    add("--math", default="ieee", help="ieee (default), fast, tf32, bf16, bf16x6, bf16x3")
     add("--find", action="store_true", help="measure the candidates, take the best")
     add("--prepared", action="store_true", help="pack the filter once, outside what is timed")
-    add("--workspace", type=float, default=256.0, metavar="MIB",
-        help="granted to plans (default 256, 0 for none)")  # fmt: skip
-    add("--batch", type=int, help="images, in place of the suite's own number")
-    add("--limit", type=int, help="only the first so many problems of a suite")
-    add("--device", default="cpu", help="cpu (default), cuda or cuda:N")
     add("--no-check", action="store_true", help="skip the check before timing")
     add("--json", metavar="FILE", help="write the rows there")
     add("--csv", metavar="FILE", help="write the rows there")
     add("--plot", metavar="FILE", help="draw the CSV there")
     add("--kind", choices=plot.KINDS, default="auto", help="of plot (default auto: by the rows)")
     model.add_arguments(parser)
+
+
+def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that say which problems, and how they are planned."""
+    add = parser.add_argument
+    add("--suite", default="", help="joined by commas; files of your own, or of "
+        + ", ".join(suites.names()))  # fmt: skip
+    add("--directions", default="forward", help=f"of {', '.join(DIRECTIONS)}, or all")
+    add("--dtype", default="float32", help=f"one of {', '.join(DTYPES)}")
+    add("--layout", default="nchw,nhwc", help="nchw, nhwc or both (default)")
+    add("--math", default="ieee", help="ieee (default), fast, tf32, bf16, bf16x6, bf16x3")
+    add("--batch", type=int, help="images, in place of the suite's own number")
+    add("--limit", type=int, help="only the first so many problems of a suite")
+    add("--workspace", type=float, default=256.0, metavar="MIB",
+        help="granted to plans (default 256, 0 for none)")  # fmt: skip
+    add("--device", default="cpu", help="cpu (default), cuda or cuda:N")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -89,11 +96,7 @@ def main(args: argparse.Namespace) -> int:
             raise bedstone.InvalidDescriptor("--plot", None, "the picture's file")
         plot.draw(args.csv, args.plot, args.kind)
         return 0
-    for name in ("batch", "limit", "threads"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise bedstone.InvalidDescriptor(f"--{name}", value, "1 or more")
-    _words("--dtype", args.dtype, DTYPES)
+    _check(args)
     settings = {} if args.threads is None else {"num_threads": args.threads}
     with bedstone.config(**settings):
         timing.keep_freed_memory()
@@ -112,12 +115,38 @@ def main(args: argparse.Namespace) -> int:
         if not problems:
             raise bedstone.InvalidDescriptor("--suite", args.suite, "a file with problems")
         if args.what == "select":
-            return select_check.main(by_suite, args.device, _bytes(args.workspace))
+            return select_check.main(by_suite, args.device, workspace_bytes(args))
         return _measure(args, problems)
 
 
-def _bytes(mib: float) -> int:
-    return int(mib * 2**20)
+def _check(args: argparse.Namespace) -> None:
+    """Raises InvalidDescriptor for the options that have no meaning."""
+    for name in ("batch", "limit", "threads"):
+        value = getattr(args, name, None)
+        if value is not None and value < 1:
+            raise bedstone.InvalidDescriptor(f"--{name}", value, "1 or more")
+    if not 0 <= args.workspace < 2**40:
+        raise bedstone.InvalidDescriptor("--workspace", args.workspace, "MiB, 0 or more")
+    _words("--dtype", args.dtype, DTYPES)
+
+
+def workspace_bytes(args: argparse.Namespace) -> int:
+    """What `--workspace` grants."""
+    return int(args.workspace * 2**20)
+
+
+def problems_of(args: argparse.Namespace) -> Iterator[tuple[str, bedstone.Problem]]:
+    """(name, problem) of the suites, of whatever primitive each of them is.
+
+    Raises InvalidDescriptor for a wrong option, before the first problem.
+    """
+    _check(args)
+    found: list[tuple[str, bedstone.Problem]] = []
+    for suite in args.suite.split(","):
+        for entry in suites.read(suite)[: args.limit]:
+            primitive = entry.words[0] if entry.words[0] in PRIMITIVES else "convolution"
+            found += _of_entries(args, [entry], primitive)
+    return iter(found)
 
 
 def _words(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
@@ -134,25 +163,33 @@ def _suites(args: argparse.Namespace) -> list[str]:
 
 
 def _problems(args: argparse.Namespace, suite: str) -> Iterator[tuple[str, bedstone.Problem]]:
-    all_directions = args.directions == "all"
-    directions = DIRECTIONS if all_directions else _words(
-        "--directions", args.directions, DIRECTIONS)  # fmt: skip
-    layouts = _words("--layout", args.layout, ("nchw", "nhwc"))
-    entries = suites.read(suite)[: args.limit]
+    primitive = {"pool": "pooling"}.get(args.what, args.what)
     if args.what in CONVOLUTIONS:
+        primitive = "convolution"
+    return _of_entries(args, suites.read(suite)[: args.limit], primitive)
+
+
+def _of_entries(
+    args: argparse.Namespace, entries: Sequence[suites.Entry], primitive: str
+) -> Iterator[tuple[str, bedstone.Problem]]:
+    """The entries as problems in the directions, layouts and dtype that were asked for."""
+    layouts = _words("--layout", args.layout, ("nchw", "nhwc"))
+    if primitive == "convolution":
+        text = ",".join(DIRECTIONS) if args.directions == "all" else args.directions
+        directions = _words("--directions", text, DIRECTIONS)
         yield from suites.convolutions(
             entries, directions, args.dtype, layouts, args.batch, args.math
         )
     elif args.batch is not None:
         raise bedstone.InvalidDescriptor("--batch", args.batch, "convolutions to apply it to")
     else:
-        yield from suites.others(entries, args.dtype, layouts if args.what == "pool" else ())
+        yield from suites.others(entries, args.dtype, layouts if primitive == "pooling" else ())
 
 
 def _measure(args: argparse.Namespace, problems: list[tuple[str, bedstone.Problem]]) -> int:
     options = Options(
         _words("--peer", args.peer, tuple(PEERS)),
-        args.algorithm, args.find, _bytes(args.workspace), args.device, not args.no_check,
+        args.algorithm, args.find, workspace_bytes(args), args.device, not args.no_check,
         args.prepared,
     )  # fmt: skip
     handle = bedstone.Handle(args.device)

@@ -10,7 +10,9 @@ other file is a primitive. The gluon backend stands on the same four files.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from importlib.metadata import version
+from typing import Any
 
 from bedstone.backends.triton import driver, runtime
 
@@ -28,3 +30,10 @@ def missing() -> str | None:
     if not found.startswith(TRITON_VERSIONS):
         return f"triton {found} is installed; {TRITON_VERSIONS} is needed"
     return None if runtime.interpreting() else driver.missing()
+
+
+def compile_ahead(*args: Any) -> Iterator[Any]:
+    """See `ahead.compile_ahead`, which is imported where it is wanted."""
+    from bedstone.backends.triton import ahead
+
+    return ahead.compile_ahead(*args)
