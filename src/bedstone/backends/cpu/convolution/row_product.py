@@ -383,7 +383,9 @@ class _Phase:
                     for total, one in zip(row, wide):
                         total.set(k.fma(x, one, total.value))
 
-        unrolled(k, length, UNROLL, products)
+        # Where pixels overlap within the unrolled steps, each element would be loaded once and kept
+        # for the next pixel: more than the registers hold.
+        unrolled(k, length, min(UNROLL, step // plan.item), products)
 
     def _finish(
         self, places: list[Any], out: Int, bias: Int, left: Int, alpha: Any, beta: Any
