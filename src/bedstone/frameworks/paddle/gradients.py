@@ -9,6 +9,7 @@ gradients as they pass:
     w -> view -> w's branch [hook: returns dw]   + -> trunk [hook: keeps dy] -> view -> y
 
 A branch's and the trunk's memory is exchanged for one number, and for y, once the view is made.
+Where one tensor alone needs a gradient, its branch is the trunk.
 """
 
 from __future__ import annotations
@@ -65,13 +66,12 @@ class Record:
         self.dy: Tensor | None = None
         self.made: dict[int, Tensor] = {}  # and not yet sent
 
-    def receive(self, dy: Tensor) -> Tensor:
-        """The trunk's hook: keep the result's gradient, send a number on."""
+    def receive(self, dy: Tensor) -> None:
+        """The trunk's hook: keep the result's gradient."""
         self.check()
         self.dy, self.made = dy, {}
         if _running.passes:
             _running.passes[-1].met.append(self)
-        return _number(dy)
 
     def send(self, index: int) -> Tensor:
         """A branch's hook: the gradient of the tensor of that index."""
@@ -122,22 +122,38 @@ def _number(like: Tensor) -> Tensor:
 
 def connect(record: Record, result: Tensor, wanted: Sequence[tuple[int, Tensor]]) -> Tensor:
     """The result as a node of the graph below the tensors that need a gradient."""
-    branches = []
-    for index, tensor in wanted:
-        branch = _C_ops.unsqueeze(tensor, [0])
-        _number(result)._share_underline_tensor_to(branch)
-        branch._register_grad_hook(lambda _, index=index: record.send(index))
-        branches.append(branch)
-    if len(wanted) == 1:  # (a hook of its own, after the branch's)
-        trunk = _C_ops.unsqueeze(branches[0], [0])
-    elif result.element_size() == HALF_BYTES:  # (`add` knows no half types on the CPU)
-        trunk = _C_ops.add_n(branches)
-    else:  # Through `add` paddle.grad reaches those branches alone that it was asked for.
-        trunk = functools.reduce(_C_ops.add, branches)
     dims = result.shape
+    if len(wanted) == 1:
+        ((index, tensor),) = wanted
+        trunk = _C_ops.unsqueeze(tensor, [0])
+
+        def answer(dy: Tensor) -> Tensor:
+            record.receive(dy)
+            return record.send(index)
+    else:
+        trunk = _joined([_branch(record, *pair, result) for pair in wanted], result)
+
+        def answer(dy: Tensor) -> Tensor:
+            record.receive(dy)
+            return _number(dy)
+
     result._share_underline_tensor_to(trunk)
-    trunk._register_grad_hook(record.receive)
+    trunk._register_grad_hook(answer)
     return _C_ops.reshape(trunk, dims)
+
+
+def _branch(record: Record, index: int, tensor: Tensor, result: Tensor) -> Tensor:
+    branch = _C_ops.unsqueeze(tensor, [0])
+    _number(result)._share_underline_tensor_to(branch)
+    branch._register_grad_hook(lambda _: record.send(index))
+    return branch
+
+
+def _joined(branches: Sequence[Tensor], result: Tensor) -> Tensor:
+    if result.element_size() == HALF_BYTES:  # (`add` knows no half types on the CPU)
+        return _C_ops.add_n(branches)
+    # Through `add` paddle.grad reaches those branches alone that it was asked for.
+    return functools.reduce(_C_ops.add, branches)
 
 
 _native_backward = core.eager.run_backward
