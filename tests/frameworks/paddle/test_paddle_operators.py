@@ -97,6 +97,115 @@ def test_conv3d(layout):
     compare("conv3d", lambda x, w: paddle._C_ops.conv3d(x, w, *how), operands)
 
 
+def biased(operator="conv2d", padding=EXPLICIT, layout="NCHW", **how):
+    """A convolution with a bias, as the layers call it."""
+    pads, algorithm = padding
+    axes = len(layout) - 2
+    how = {"stride": [1] * axes, "dilation": [1] * axes, "groups": 1, **how}
+    how |= {"padding": pads, "padding_algorithm": algorithm, "op_type": operator}
+    how |= {"data_format": layout, "channel_dim": layout.index("C")}
+    return lambda x, w, b: paddle.nn.functional.conv._conv_nd(x, w, bias=b, **how)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "operator, function, shapes",
+    [
+        ("conv2d", biased(stride=[2, 1]), [(2, 4, 9, 10), (6, 4, 3, 2), (6,)]),
+        ("conv2d", biased(groups=2, stride=[1, 2], padding=SAME),
+         [(2, 4, 9, 10), (6, 2, 3, 2), (6,)]),
+        ("conv2d", biased(layout="NHWC", dilation=[1, 2]), [(2, 9, 10, 4), (6, 4, 3, 2), (6,)]),
+        ("depthwise_conv2d", biased("depthwise_conv2d", groups=4, dilation=[2, 1]),
+         [(2, 4, 9, 10), (8, 1, 3, 3), (8,)]),
+        ("conv3d", lambda x, w, b: paddle.nn.functional.conv3d(x, w, b, padding=1),
+         [(2, 4, 5, 6, 7), (3, 4, 2, 3, 2), (3,)]),
+    ],
+    ids=["conv2d", "groups", "channels last", "depthwise", "conv3d"],
+)  # fmt: skip
+def test_a_bias_is_added_by_the_same_kernel(operator, function, shapes, dtype):
+    operands = [tensor(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
+    compare(operator, function, operands)
+    report = on_bedstone.report()
+    assert [report.own(operator, f"backward_{of}") for of in ("data", "filter", "bias")] == [1] * 3
+    for operand in operands[:2]:  # the gradient of the bias alone
+        operand.stop_gradient = True
+    operands[2].stop_gradient = False
+    native = paddle.grad([function(*operands).sum()], operands[2:])[0]
+    on_bedstone.reset()
+    with on_bedstone.enable(always=True):
+        ours = paddle.grad([function(*operands).sum()], operands[2:])[0]
+    np.testing.assert_allclose(ours.numpy(), native.numpy(), rtol=1e-5)
+    assert on_bedstone.report().calls == 2
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+def test_a_bias_s_gradient_that_is_differentiated_again(layout):
+    shape = (2, 4, 6, 7) if layout == "NCHW" else (2, 6, 7, 4)
+    operands = [tensor(*shape), tensor(3, 4, 2, 2, seed=1), tensor(3, seed=2)]
+
+    def penalty():
+        tensors = [t.detach() for t in operands]
+        for t in tensors:
+            t.stop_gradient = False
+        loss = (biased(layout=layout)(*tensors) ** 3).sum()
+        slopes = paddle.grad([loss], tensors, create_graph=True)
+        sum((slope**2).mean() for slope in slopes).backward()
+        return [t.grad.numpy() for t in tensors]
+
+    native = penalty()
+    with on_bedstone.enable(always=True):
+        patched = penalty()
+    for theirs, ours in zip(native, patched, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4 * np.abs(theirs).max())
+
+
+def test_where_a_bias_cannot_be_taken_the_convolution_still_is():
+    operands = [tensor(2, 4, 6, 7), tensor(3, 4, 2, 2, seed=1), tensor(6, seed=2)]
+    strided = lambda x, w, b: biased()(x, w, b[::2])  # noqa: E731
+    native = strided(*operands).numpy()
+    on_bedstone.reset()
+    with on_bedstone.enable(always=True):
+        np.testing.assert_allclose(strided(*operands).numpy(), native, rtol=1e-4, atol=1e-4)
+    assert on_bedstone.report().own("conv2d") == on_bedstone.report().calls == 1
+
+
+def test_a_bias_is_taken_with_the_operators_that_were_asked_for():
+    functional = paddle.nn.functional.conv
+    untouched = functional._conv_nd
+    x, b = tensor(1, 4, 6, 7), tensor(4, seed=1)
+    plain, depthwise = tensor(4, 4, 2, 2, seed=2), tensor(4, 1, 2, 2, seed=3)
+    on_bedstone.reset()
+    with on_bedstone.enable(only=["relu", "conv2d_transpose"], always=True):
+        assert functional._conv_nd is untouched
+    with on_bedstone.enable(only=["conv2d"], always=True):
+        biased()(x, plain, b)
+        biased("depthwise_conv2d", groups=4)(x, depthwise, b)
+    assert functional._conv_nd is untouched
+    report = on_bedstone.report()
+    assert (report.own("conv2d"), report.calls) == (1, 1)
+
+
+def test_a_layer_s_bias_is_taken():
+    layer, x = paddle.nn.Conv2D(4, 5, 3, padding=1), tensor(2, 4, 6, 7)
+    x.stop_gradient = False
+    on_bedstone.reset()
+    with on_bedstone.enable(always=True):
+        layer(x).sum().backward()
+    assert on_bedstone.report().own("conv2d", "backward_bias") == 1
+    np.testing.assert_allclose(layer.bias.grad.numpy(), 2 * 6 * 7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_bias_in_half_types_which_paddle_has_no_sum_for(dtype):
+    operands = [tensor(2, 4, 6, 7), tensor(3, 4, 2, 2, seed=1), tensor(3, seed=2)]
+    native = biased()(*operands).numpy()
+    with on_bedstone.enable():
+        half = biased()(*(t.astype(dtype) for t in operands))
+    assert half.dtype == getattr(paddle, dtype)
+    error = np.abs(half.astype("float32").numpy() - native).max()
+    assert error < {"float16": 4e-3, "bfloat16": 3e-2}[dtype] * np.abs(native).max()
+
+
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 @pytest.mark.parametrize(
     "stride, padding, extra, size, groups",

@@ -173,10 +173,10 @@ def replacement(name: str, native: Operator, kind: type[Call]) -> Operator:
     known: Known = {}
 
     def operator(*arguments: Any, **keywords: Any) -> Any:
-        reason = None if policy.always else _slower(name, kind, arguments)
+        reason = slower(name, kind, arguments)
         if reason is None:
             try:
-                return untranslated(_run, name, native, kind, known, arguments, keywords)
+                return untranslated(run_call, name, native, kind, known, arguments, keywords)
             except Native as why:
                 reason = str(why)
         start = time.perf_counter()
@@ -190,16 +190,18 @@ def replacement(name: str, native: Operator, kind: type[Call]) -> Operator:
     return operator
 
 
-def _slower(name: str, kind: type[Call], arguments: tuple[Any, ...]) -> str | None:
+def slower(name: str, kind: type[Call], arguments: tuple[Any, ...]) -> str | None:
     """Why the call cannot pay, if it cannot. (Of the half types PaddlePaddle's CPU kernels know
     next to none.)"""
+    if policy.always:
+        return None
     x = arguments[0] if arguments else None
     if not isinstance(x, Tensor) or x.element_size() == HALF_BYTES:
         return None
     return kind.slower(name, *arguments)
 
 
-def _run(
+def run_call(
     name: str,
     native: Operator,
     kind: type[Call],
@@ -207,6 +209,7 @@ def _run(
     arguments: tuple[Any, ...],
     keywords: dict[str, Any],
 ) -> Any:
+    """The call on bedstone's kernels. Raises Native: why it is left to PaddlePaddle."""
     if not paddle.in_dynamic_mode():
         raise Native("a static graph is being built")
     for keyword, value in keywords.items():

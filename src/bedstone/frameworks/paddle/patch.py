@@ -18,7 +18,7 @@ from typing import Any
 import paddle
 
 from bedstone import InvalidDescriptor
-from bedstone.frameworks.paddle import gradients, plans, threads
+from bedstone.frameworks.paddle import biased, gradients, plans, static_graphs, threads
 from bedstone.frameworks.paddle.convolution import Convolution, GroupsFirst, Transposed
 from bedstone.frameworks.paddle.normalization import Batch, Group, Instance, Layer
 from bedstone.frameworks.paddle.operators import Call, policy, replacement
@@ -37,6 +37,9 @@ LEFT_ALONE = ("paddle.base.libpaddle*", "paddle._pir_ops")
 _Functions = dict[str, Any]
 _native: _Functions = {name: getattr(paddle._C_ops, name) for name in OPERATORS}
 _ours: _Functions = {name: replacement(name, _native[name], OPERATORS[name]) for name in OPERATORS}
+# Not an operator, but replaced like one while any of those is that it calls.
+BIASED = "_conv_nd"
+_native[BIASED], _ours[BIASED] = biased.native, biased.conv_nd
 _Place = tuple[Any, str, str]  # module, attribute, operator
 _found: tuple[int, list[_Place]] | None = None  # among how many modules, and where
 
@@ -56,11 +59,16 @@ def _chosen(only: Sequence[str] | None, except_: Sequence[str]) -> tuple[str, ..
     return tuple(name for name in OPERATORS if name in wanted and name not in except_)
 
 
-def _exchange(names: Sequence[str], old: _Functions, new: _Functions) -> None:
-    """In all places of these operators, put `new` where there is `old`."""
+def _settle() -> None:
+    """Ours in all places of the operators that somebody asks for, the native ones in all others."""
+    asked = set(patched())
+    if not asked.isdisjoint(biased.OPERATORS):
+        asked.add(BIASED)
     for module, attribute, name in _places():
-        if name in names and vars(module).get(attribute) is old[name]:
+        old, new = (_native, _ours) if name in asked else (_ours, _native)
+        if vars(module).get(attribute) is old[name]:
             setattr(module, attribute, new[name])
+    static_graphs.break_at(asked)
 
 
 def _places() -> list[_Place]:
@@ -85,7 +93,7 @@ def _take(names: tuple[str, ...], always: bool) -> _Asked:
         gradients.watch()
         policy.always += always
         policy.asked.update(names)
-        _exchange([name for name in names if policy.asked[name] == 1], _native, _ours)
+        _settle()
         return names, always, threads.take()
 
 
@@ -95,7 +103,7 @@ def _give_back(asked: _Asked) -> None:
         threads.give_back(taken)
         policy.always -= always
         policy.asked.subtract(names)
-        _exchange([name for name in names if not policy.asked[name]], _ours, _native)
+        _settle()
         if not any(policy.asked.values()):
             plans.release()
 
