@@ -97,6 +97,24 @@ def test_a_convolution_in_paddle_s_threads_is_the_same(runtime):
     np.testing.assert_allclose(results[0], native, rtol=1e-4, atol=1e-4)
 
 
+# What has each take a call of any size at once.
+AT_ONCE = {"torch": {"find": False, "compile_after": 1}, "paddle": {"always": True}}
+
+
+def taken(rooms):
+    """The frameworks whose convolutions run on bedstone now; both give the same."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    random = np.random.default_rng(3)
+    x = random.standard_normal((2, 8, 20, 20), np.float32)
+    w = random.standard_normal((4, 8, 3, 3), np.float32)
+    for room in rooms.values():
+        room.reset()
+    theirs = torch.nn.functional.conv2d(torch.from_numpy(x), torch.from_numpy(w)).numpy()
+    ours = F.conv2d(paddle.to_tensor(x), paddle.to_tensor(w)).numpy()
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    return {name for name, room in rooms.items() if room.report().own_calls}
+
+
 @pytest.mark.parametrize("outer", ["torch", "paddle"])
 @pytest.mark.parametrize("first", ["outer", "inner"])
 def test_beside_another_framework_each_gets_back_what_it_had(runtime, outer, first):
@@ -105,17 +123,26 @@ def test_beside_another_framework_each_gets_back_what_it_had(runtime, outer, fir
 
     rooms = {"torch": on_torch, "paddle": on_bedstone}
     inner = "paddle" if outer == "torch" else "torch"
-    rooms[outer].patch()
-    alone = (bedstone.get_num_threads(), team())
-    rooms[inner].patch()
-    both = (bedstone.get_num_threads(), team())
-    rooms[outer if first == "outer" else inner].unpatch()
-    between = (bedstone.get_num_threads(), team())
-    rooms[inner if first == "outer" else outer].unpatch()
+    released, kept = (outer, inner) if first == "outer" else (inner, outer)
+
+    def now():
+        return bedstone.get_num_threads(), team(), taken(rooms)
+
+    before = now()
+    rooms[outer].patch(**AT_ONCE[outer])
+    alone = now()
+    rooms[inner].patch(**AT_ONCE[inner])
+    both = now()
+    rooms[released].unpatch()
+    between = now()
+    rooms[kept].unpatch()
+    assert [state[2] for state in (before, alone, both, between)] == [
+        set(), {outer}, {outer, inner}, {kept},
+    ]  # fmt: skip
     assert {"torch": both, "paddle": alone}[inner][1] != runtime
     assert runtime in (alone[1], both[1])
-    assert between == (both if first == "outer" else alone)
-    assert team() == 0
+    assert between[:2] == (both if first == "outer" else alone)[:2]
+    assert now() == before and team() == 0
 
 
 WORKERS = """
