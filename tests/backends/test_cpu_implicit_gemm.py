@@ -69,12 +69,12 @@ def test_every_instruction_set(target, direction, shape, options):
     "line, in_place",
     [
         ("n1c300h4w5k47r1", True),  # the last panel of outer channels starts early
-        ("n2c40h6w7k22r3s2p1g2", True),  # a row is (channel, tap); groups
-        ("n1c70h7k13r3p1 w=NHWC", True),  # a row is (tap, channel)
-        ("n1c70h7k13r3p1 mode=convolution", True),
+        ("n2c40h6w7k48r3s2p1g2", True),  # a row is (channel, tap); groups
+        ("n1c70h7k24r3p1 w=NHWC", True),  # a row is (tap, channel)
+        ("n1c70h7k24r3p1 mode=convolution", True),
         ("n1c40h7k1r3", False),  # fewer outer channels than a tile's rows
-        ("n1c40h7k13r3 w=NCWH", True),  # taps are taken in the order they lie in
-        ("n1c40h7k13r3 w=1,117,39,13", False),
+        ("n1c40h7k24r3 w=NCWH", True),  # taps are taken in the order they lie in
+        ("n1c40h7k24r3 w=1,216,72,24", False),
     ],
 )
 def test_a_filter_whose_rows_lie_in_memory_is_read_in_place(line, in_place, dtype):
