@@ -47,6 +47,15 @@ def paddle_threads() -> int:
     return int(found) if found.isdigit() and int(found) else 1
 
 
+def spin_for(milliseconds: int) -> None:
+    """Have the runtime's threads, as started from this thread, spin for so long after each use
+    (200 at first): a measurement in turns must not let them into the next side's turn. Without
+    such a runtime nothing happens."""
+    set_blocktime = getattr(_runtime(), "kmp_set_blocktime", None)
+    if set_blocktime is not None:
+        set_blocktime(milliseconds)
+
+
 def take() -> object:
     """From now on bedstone's default is PaddlePaddle's number, and its threads are
     PaddlePaddle's, until the result is given to `give_back`."""
