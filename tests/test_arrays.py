@@ -196,6 +196,9 @@ class TestPaddle:
         turned = x.transpose([1, 0])
         assert np.array_equal(numpy_of(as_array_ref(turned)), turned.numpy())
         assert as_array_ref(self.paddle.to_tensor(2.0)).desc.dims == (1,)
+        sparse = self.paddle.sparse.sparse_coo_tensor([[0, 1], [1, 0]], [1.0, 2.0], [2, 2])
+        with pytest.raises(InvalidDescriptor, match="dense"):
+            as_array_ref(sparse)
 
     def test_results_are_paddle_tensors(self):
         y = bedstone.activation(self.paddle.to_tensor([[-1.0, 2.0]]), "relu")

@@ -117,13 +117,12 @@ def _from_jax(array: Any) -> ArrayRef:
 
 
 def _from_paddle(tensor: Any) -> ArrayRef:
+    if not tensor.is_dense():
+        raise InvalidDescriptor("layout", "sparse or distributed", "a strided (dense) tensor")
     place = tensor.place
     kind = "cuda" if place.is_gpu_place() else "cpu"
     index = place.gpu_device_id() if kind == "cuda" else 0
-    dims, strides = tuple(tensor.shape), tuple(tensor.strides)
-    if not dims:
-        dims, strides = (1,), (1,)
-    desc = TensorDesc(dims, strides, DType.of(tensor.dtype))
+    desc = _described(tuple(tensor.shape), tuple(tensor.strides), tensor.dtype)
     return ArrayRef(tensor.data_ptr(), desc, kind, index, False, 0, tensor)
 
 
