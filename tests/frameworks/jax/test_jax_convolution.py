@@ -305,8 +305,8 @@ def test_gradients_without_a_kernel_are_jaxs(monkeypatch):
     native = jax.grad(loss, (0, 1))(x, w)
     found = handler.target
 
-    def only_forward(problem, alpha=1.0):
-        return found(problem, alpha) if problem.direction == "forward" else "none"
+    def only_forward(problem, where, alpha=1.0):
+        return found(problem, where, alpha) if problem.direction == "forward" else "none"
 
     monkeypatch.setattr(handler, "target", only_forward)
     with bj.enable():
@@ -320,8 +320,8 @@ def test_the_table_of_coverage_says_where_gradients_run(monkeypatch):
     assert coverage.where(case) == ("bedstone", "bedstone")
     found = handler.target
 
-    def only_forward(problem, alpha=1.0):
-        return found(problem, alpha) if problem.direction == "forward" else "none"
+    def only_forward(problem, where, alpha=1.0):
+        return found(problem, where, alpha) if problem.direction == "forward" else "none"
 
     monkeypatch.setattr(handler, "target", only_forward)
     assert coverage.where(case) == ("bedstone", "JAX")

@@ -45,6 +45,18 @@ def compile_ahead(
     Raises compile.CompileError.
     """
     device = launch.target_device(architecture)
+    candidates = candidates_ahead(problem, architecture, workspace_limit)
+    for algorithm in candidates if every else candidates[:1]:
+        for made in launch.launches_of(algorithm.build(problem, device)):
+            yield Made(algorithm.name, made, architecture)
+
+
+def candidates_ahead(
+    problem: Problem, architecture: str, workspace_limit: int | None = None
+) -> list[Algorithm]:
+    """The algorithms that take the problem on a device of the architecture within the workspace,
+    the one of the least estimate first."""
+    device = launch.target_device(architecture)
     candidates = [
         algorithm
         for backend in registry.backends()
@@ -52,11 +64,7 @@ def compile_ahead(
         for algorithm in registry.every_algorithm(backend, problem.primitive)
         if _fits(algorithm, problem, device, workspace_limit)
     ]
-    if candidates and not every:
-        candidates = [min(candidates, key=lambda a: a.estimate(problem, device))]
-    for algorithm in candidates:
-        for made in launch.launches_of(algorithm.build(problem, device)):
-            yield Made(algorithm.name, made, architecture)
+    return sorted(candidates, key=lambda a: a.estimate(problem, device))
 
 
 def _fits(algorithm: Algorithm, problem: Problem, device: Device, limit: int | None) -> bool:

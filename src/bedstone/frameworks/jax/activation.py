@@ -97,13 +97,13 @@ def _problem(direction: str, size: int, dtype: Any, how: How) -> ActivationProbl
     return ActivationProblem(direction, flat, flat, how.desc)
 
 
-def _forward(x: Any, *, how: How) -> Any:
-    y = handler.call(_problem("forward", x.size, x.dtype, how), (x,), x.shape)
+def _forward(x: Any, *, how: How, where: str) -> Any:
+    y = handler.call(_problem("forward", x.size, x.dtype, how), (x,), x.shape, where)
     return _forward_by_jax(x, how) if isinstance(y, str) else y
 
 
-def _backward(saved: Any, dy: Any, *, how: How) -> Any:
-    dx = handler.call(_problem("backward", dy.size, dy.dtype, how), (saved, dy), dy.shape)
+def _backward(saved: Any, dy: Any, *, how: How, where: str) -> Any:
+    dx = handler.call(_problem("backward", dy.size, dy.dtype, how), (saved, dy), dy.shape, where)
     return _backward_by_jax(saved, dy, how) if isinstance(dx, str) else dx
 
 
@@ -151,7 +151,8 @@ NAMES = tuple(MEANINGS)
 
 def _run(x: Any, how: How) -> tuple[Any, str]:
     check_array(x)
-    made = handler.target(_problem("forward", math.prod(x.shape), x.dtype, how))
+    asked = _problem("forward", math.prod(x.shape), x.dtype, how)
+    made = handler.target(asked, handler.platform())
     if isinstance(made, str):
         raise Native(made)
     return forward_p.bind(jnp.asarray(x), how=how), made.algorithm

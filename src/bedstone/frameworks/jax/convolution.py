@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -27,6 +28,7 @@ def convolution(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
     dimension_numbers: Any = None,
+    precision: Any = None,
 ) -> Any:
     """y = conv(x, w), cross-correlation, on bedstone: under jit, grad, jvp and vmap, to any order.
 
@@ -34,6 +36,7 @@ def convolution(
     w        filters, (K, C/groups, spatial...)
     stride, dilation  one number, or one an axis
     padding  "VALID", "SAME", a number, or a (low, high) pair an axis
+    precision  as in jax.lax. It matters to float32 on a GPU, where "highest" rules out tf32
 
     Raises InvalidDescriptor for shapes that do not fit, and NotImplementedError for what there is
     no compiled kernel for (see `jax.lax.conv_general_dilated`, which takes everything).
@@ -47,12 +50,27 @@ def convolution(
     elif isinstance(padding, str):
         padding = _named(x, w, numbers, strides, steps, padding)
     pads = tuple((int(low), int(high)) for low, high in padding)
-    how = How(strides, pads, steps, groups, *map(tuple, numbers))
+    how = How(strides, pads, steps, groups, *map(tuple, numbers), reduced=reduced(precision))
     try:
         check(x, w, how)
     except Native as reason:
         raise NotImplementedError(f"bedstone: {reason}") from None
     return bind(primitives.forward_p, x, w, how=how, shape=how.y_shape(x.shape, w.shape))
+
+
+def reduced(precision: Any) -> bool:
+    """Whether a precision, in one of the ways in which jax.lax takes it, lets a GPU round the
+    factors of float32 products to tf32. Raises ValueError, as JAX does, for what is none."""
+    if precision is None:
+        try:
+            return reduced(jax.config.jax_default_matmul_precision or lax.Precision.DEFAULT)
+        except ValueError:  # the name of an algorithm for products of matrices
+            return False
+    every = precision if isinstance(precision, tuple) else (precision,)
+    return all(
+        (lax.Precision.DEFAULT if p is None else lax.Precision(p)) is not lax.Precision.HIGHEST
+        for p in every
+    )
 
 
 def _named(x: Any, w: Any, numbers: Any, strides: Any, steps: Any, name: str) -> Any:
@@ -70,12 +88,14 @@ def check(x: Any, w: Any, how: How, transposed: Ints | None = None) -> str:
     check_array(w)
     if len(how.stride) not in AXES:
         raise Native(f"{len(how.stride)} spatial axes")
+    where = handler.platform()
     if transposed is None:
         shape = how.y_shape(tuple(x.shape), tuple(w.shape))
-        asked = primitives.problem("forward", how, x.shape, w.shape, shape, x.dtype)
+        asked = primitives.problem("forward", how, x.shape, w.shape, shape, x.dtype, where)
     else:
-        asked = primitives.problem("backward_data", how, transposed, w.shape, x.shape, x.dtype)
-    made = handler.target(asked)
+        shapes = transposed, w.shape, x.shape
+        asked = primitives.problem("backward_data", how, *shapes, x.dtype, where)
+    made = handler.target(asked, where)
     if isinstance(made, str):
         raise Native(made)
     return made.algorithm
@@ -98,9 +118,7 @@ def take_convolution(
         raise Native("batch groups")
     if preferred_element_type is not None and preferred_element_type != x.dtype:
         raise Native("another element type of the result")
-    for least in precision if isinstance(precision, tuple) else (precision,):
-        if least is not None:
-            lax.Precision(least)  # a ValueError if it is none; products are whole whichever it is
+    rounded = reduced(precision)
     axes = x.ndim - 2
     numbers = lax.conv_dimension_numbers(x.shape, w.shape, dimension_numbers)
     strides = tuple(int(s) for s in window_strides)
@@ -115,10 +133,14 @@ def take_convolution(
         if dilated:
             if any(stride != 1 for stride in strides):
                 raise Native("an image that is dilated, and strides")
-            return _transposed(x, w, tuple(lhs_dilation), pads, steps, numbers, feature_group_count)
+            how = How(
+                tuple(lhs_dilation), pads, steps, feature_group_count, *map(tuple, numbers),
+                reduced=rounded,
+            )  # fmt: skip
+            return _transposed(x, w, how)
         if any(p < 0 for pair in pads for p in pair):
             raise Native("negative padding")
-        how = How(strides, pads, steps, feature_group_count, *map(tuple, numbers))
+        how = How(strides, pads, steps, feature_group_count, *map(tuple, numbers), reduced=rounded)
         algorithm = check(x, w, how)
     except InvalidDescriptor as error:
         raise Native(str(error)) from None
@@ -126,16 +148,16 @@ def take_convolution(
     return bind(primitives.forward_p, x, w, how=how, shape=shape), algorithm
 
 
-def _transposed(
-    x: Any, w: Any, stride: Ints, pads: Any, dilation: Ints, numbers: Any, groups: int
-) -> tuple[Any, str]:
-    """A convolution of a dilated image (a transposed convolution): the data gradient of a strided
-    one with the filters reversed and their channels exchanged, whose y is `x`."""
-    out, into, *spatial = numbers.rhs_spec
-    if w.shape[into] * groups != x.shape[numbers.lhs_spec[1]] or w.shape[out] % groups:
+def _transposed(x: Any, w: Any, asked: How) -> tuple[Any, str]:
+    """A convolution of an image dilated by `asked.stride` (a transposed convolution): the data
+    gradient of a strided one with the filters reversed and their channels exchanged, whose y is
+    `x`."""
+    stride, pads, dilation, groups = asked.stride, asked.padding, asked.dilation, asked.groups
+    out, into, *spatial = asked.w
+    if w.shape[into] * groups != x.shape[asked.x[1]] or w.shape[out] % groups:
         raise Native("channels that do not fit")
     extents = [(w.shape[i] - 1) * d + 1 for i, d in zip(spatial, dilation)]
-    sizes = [x.shape[i] for i in numbers.lhs_spec[2:]]
+    sizes = [x.shape[i] for i in asked.x[2:]]
     rows = list(zip(sizes, stride, pads, extents))
     padding, result = [], []
     for size, u, (low, high), extent in rows:
@@ -145,16 +167,16 @@ def _transposed(
         padding.append((extent - 1 - low, max(extent - 1 - high, 0)))
         result.append((size - 1) * u + 2 + low + high - extent)
     shape = [0] * x.ndim
-    for place, dim in zip(numbers.out_spec, (x.shape[numbers.lhs_spec[0]], w.shape[out], *result)):
+    for place, dim in zip(asked.y, (x.shape[asked.x[0]], w.shape[out], *result)):
         shape[place] = dim
     if groups > 1:  # strides cannot exchange the channels of groups
         w = _exchanged(w, out, into, groups)
-        filters = numbers.rhs_spec
+        filters = asked.w
     else:
         filters = (into, out, *spatial)
     how = How(
-        stride, tuple(padding), dilation, groups, tuple(numbers.out_spec), tuple(filters),
-        tuple(numbers.lhs_spec), flipped=True,
+        stride, tuple(padding), dilation, groups, asked.y, tuple(filters), asked.x, flipped=True,
+        reduced=asked.reduced,
     )  # fmt: skip
     algorithm = check(x, w, how, tuple(shape))
     return bind(primitives.data_p, x, w, how=how, shape=tuple(shape)), algorithm

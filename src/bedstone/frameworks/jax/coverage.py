@@ -21,7 +21,7 @@ from jax import lax
 from bedstone.frameworks.jax.patch import enable, operators
 from bedstone.frameworks.jax.report import report, reset
 
-OURS = re.compile(r"custom_call @bedstone_[0-9a-f]{24}\b")
+OURS = re.compile(r"custom_call @bedstone_(cpu|cuda)_[0-9a-f]{24}\b")
 JAXS = re.compile(r"stablehlo\.(convolution|reduce_window|select_and_scatter)\b")
 
 

@@ -1,111 +1,37 @@
-"""Plans as XLA custom calls: a typed FFI handler in machine code for every plan, made by llvmlite.
+"""Plans as XLA custom calls: a handler for every plan, registered under a name.
 
-XLA calls a handler with a call frame: pointers to buffers, in and out. The handler takes their data
-pointers, calls the plan's machine code with the process's number of threads as it then is, and
-returns; no Python runs. Asked for its metadata, it answers with the version of the interface. The
-layout of the structures is that of xla/ffi/api/c_api.h, which comes with jaxlib. Targets are
-registered under a name made from the problem, so no address enters a compiled program: one that is
-loaded from JAX's persistent cache finds its target by that name, which tracing has registered.
+The name is made from the problem, so no address enters a compiled program: one that is loaded from
+JAX's persistent cache finds its target by that name, which tracing has registered. On the CPU a
+handler calls the plan's machine code with the process's number of threads as it then is. On a GPU
+it launches the plan's kernels on the stream of XLA, on the device that XLA names; XLA may capture
+that into a CUDA graph, and then no Python runs either. Workspace is one more result.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import functools
 import hashlib
-import re
 import threading
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import llvmlite.binding as llvm
 
-from bedstone import InvalidDescriptor, Plan, Problem, num_threads_address
-from bedstone.frameworks.planning import compiled_plan
+from bedstone import BedstoneError, Plan, Problem, default_handle, num_threads_address
+from bedstone.frameworks.jax import interface
+from bedstone.frameworks.planning import GPU_WORKSPACE_LIMIT, compiled_plan
 
-METADATA = 1  # type of the extension that asks for it
-# Offsets in bytes: of the call frame, an extension, the metadata, a buffer.
-FRAME_EXTENSION, FRAME_ARGUMENTS, FRAME_RESULTS = 8, 72, 112
-EXTENSION_TYPE, EXTENSION_METADATA = 8, 24
-VERSION_MAJOR, VERSION_MINOR, TRAITS, STATE_TYPE = 24, 28, 32, 40
-BUFFER_DATA = 24
+PLATFORMS = ("cpu", "cuda")
 
 _kept: list[Any] = []  # code that XLA may call until the process ends
 _lock = threading.Lock()
 # Never emptied: XLA keeps what is registered until the process ends.
-_found: dict[tuple[Problem, float], Target | str] = {}
+_found: dict[tuple[Problem, float, str], Target | str] = {}
 _named: dict[str, Target] = {}
-
-
-@functools.cache
-def interface_version() -> tuple[int, int]:
-    """(major, minor) of the FFI of the jaxlib that is installed."""
-    text = (Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text(encoding="utf-8")
-    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
-    if None in found:
-        raise InvalidDescriptor("jaxlib", str(jax.ffi.include_dir()), "a known FFI header")
-    return tuple(int(m.group(1)) for m in found)  # type: ignore[union-attr, return-value]
-
-
-def _data(source: int, number: int) -> str:
-    """IR: %pN = the data pointer of buffer `number` of the list at %frame + source."""
-    name = f"p{source}_{number}"
-    return f"""
-  %a{name} = getelementptr i8, ptr %frame, i64 {source}
-  %l{name} = load ptr, ptr %a{name}
-  %e{name} = getelementptr ptr, ptr %l{name}, i64 {number}
-  %b{name} = load ptr, ptr %e{name}
-  %d{name} = getelementptr i8, ptr %b{name}, i64 {BUFFER_DATA}
-  %{name} = load i64, ptr %d{name}"""
-
-
-def handler_ir(
-    inputs: int, outputs: int, workspace: bool, entry: int, alpha: float, threads: int,
-    version: tuple[int, int],
-) -> str:  # fmt: skip
-    """The handler's module. Operands are the inputs, then the outputs; the workspace is the last
-    result."""
-    places = [(FRAME_ARGUMENTS, i) for i in range(inputs)]
-    places += [(FRAME_RESULTS, i) for i in range(outputs + workspace)]
-    loads = "".join(_data(*place) for place in places)
-    words = [f"i64 %p{source}_{number}" for source, number in places]
-    if not workspace:
-        words.append("i64 0")
-    kinds = ", ".join(["i64"] * len(words) + ["double", "double", "i64"])
-    return f"""
-define ptr @handler(ptr %frame) {{
-  %extension_at = getelementptr i8, ptr %frame, i64 {FRAME_EXTENSION}
-  %extension = load ptr, ptr %extension_at
-  %none = icmp eq ptr %extension, null
-  br i1 %none, label %run, label %asked
-asked:
-  %type_at = getelementptr i8, ptr %extension, i64 {EXTENSION_TYPE}
-  %type = load i32, ptr %type_at
-  %is_metadata = icmp eq i32 %type, {METADATA}
-  br i1 %is_metadata, label %answer, label %run
-answer:
-  %metadata_at = getelementptr i8, ptr %extension, i64 {EXTENSION_METADATA}
-  %metadata = load ptr, ptr %metadata_at
-  %major = getelementptr i8, ptr %metadata, i64 {VERSION_MAJOR}
-  store i32 {version[0]}, ptr %major
-  %minor = getelementptr i8, ptr %metadata, i64 {VERSION_MINOR}
-  store i32 {version[1]}, ptr %minor
-  %traits = getelementptr i8, ptr %metadata, i64 {TRAITS}
-  store i32 0, ptr %traits
-  %state = getelementptr i8, ptr %metadata, i64 {STATE_TYPE}
-  store i64 0, ptr %state
-  ret ptr null
-run:{loads}
-  %threads_at = inttoptr i64 {threads} to ptr
-  %threads = load i64, ptr %threads_at
-  %entry = inttoptr i64 {entry} to ptr
-  call void ({kinds}) %entry({", ".join(words)}, double {alpha!r}, double 0.0, i64 %threads)
-  ret ptr null
-}}
-"""
+Choose = Callable[[Problem], "tuple[str, int] | str"]
+_choose: Choose | None = None  # for a GPU that is not here
 
 
 class Target:
@@ -115,12 +41,45 @@ class Target:
         self.name, self.workspace, self.algorithm = name, workspace, algorithm
 
 
+def platform() -> str:
+    """Where JAX computes unless it is told otherwise: "cpu", "cuda", "rocm", "tpu", ..."""
+    if _choose is not None:
+        return "cuda"
+    wanted = jax.config.jax_default_device
+    name = wanted if isinstance(wanted, str) else getattr(wanted, "platform", None)
+    name = name or jax.default_backend()
+    if name != "gpu":
+        return str(name)
+    try:
+        jax.devices("cuda")
+    except RuntimeError:
+        return "rocm"
+    return "cuda"
+
+
+@contextlib.contextmanager
+def ahead(choose: Choose) -> Iterator[None]:
+    """Inside, programs are traced and lowered for a GPU that need not be here; none can be run.
+
+    choose  problem -> (the algorithm's name, bytes of workspace), or the reason why there is none
+    """
+    global _choose, _found
+    before = _choose, _found
+    _choose, _found = choose, {}
+    jax.clear_caches()
+    try:
+        yield
+    finally:
+        _choose, _found = before
+        jax.clear_caches()
+
+
 def call(
-    problem: Problem, operands: Sequence[Any], shape: Sequence[int], alpha: float = 1.0
+    problem: Problem, operands: Sequence[Any], shape: Sequence[int], where: str, alpha: float = 1.0
 ) -> Any:
-    """The custom call of alpha * problem: an array of `shape` (the problem's dims, as JAX orders
-    them), of the operands' dtype; or the reason why there is none, a string."""
-    found = target(problem, alpha)
+    """The custom call of alpha * problem on platform `where`: an array of `shape` (the problem's
+    dims, as JAX orders them), of the operands' dtype; or the reason why there is none, a string."""
+    found = target(problem, where, alpha)
     if isinstance(found, str):
         return found
     results = [jax.ShapeDtypeStruct(tuple(shape), operands[0].dtype)]
@@ -129,42 +88,124 @@ def call(
     return jax.ffi.ffi_call(found.name, results)(*operands)[0]
 
 
-def target(problem: Problem, alpha: float = 1.0) -> Target | str:
-    """The target that runs a problem on the CPU, registered; or why there is none."""
-    key = (problem, alpha)
+def target(problem: Problem, where: str, alpha: float = 1.0) -> Target | str:
+    """The target that runs a problem on a platform, registered; or why there is none."""
+    key = (problem, alpha, where)
     with _lock:  # a name can be registered only once, whichever thread asks first
         if key not in _found:
-            _found[key] = _find(problem, alpha)
+            _found[key] = _find(problem, where, alpha)
         return _found[key]
 
 
-def _find(problem: Problem, alpha: float) -> Target | str:
-    plan = compiled_plan(problem)
+def _find(problem: Problem, where: str, alpha: float) -> Target | str:
+    if where not in PLATFORMS:
+        return f"the platform {where}"
+    if where == "cuda" and _choose is not None:
+        choice = _choose(problem)
+        if isinstance(choice, str):
+            return choice
+        algorithm, workspace = choice
+        return Target(_name(problem, where, alpha, algorithm), workspace, algorithm)
+    if where == "cuda" and not interface.tells_the_device():
+        return "a jaxlib whose handlers cannot ask for their device"
+    plan = compiled_plan(problem, _gpu() if where == "cuda" else "cpu")
     if isinstance(plan, str):
         return plan
-    entry = plan.native_entry
-    if entry is None:
-        return "no machine code to call"
-    word = hashlib.sha256(f"{plan.algorithm} {alpha!r} {problem}".encode()).hexdigest()[:24]
-    name = f"bedstone_{word}"
+    name = _name(problem, where, alpha, plan.algorithm)
     if name not in _named:  # problems that differ in strides of no effect share a name
-        _named[name] = _register(name, problem, alpha, plan, entry)
+        register = _register_gpu if where == "cuda" else _register_cpu
+        reason = register(name, problem, alpha, plan)
+        if reason is not None:
+            return reason
+        _named[name] = Target(name, plan.workspace_size, plan.algorithm)
     return _named[name]
 
 
-def _register(name: str, problem: Problem, alpha: float, plan: Plan, entry: Any) -> Target:
-    ir = handler_ir(
-        len(problem.inputs), len(problem.outputs), plan.workspace_size > 0, entry.address,
-        alpha, num_threads_address(), interface_version(),
+def _name(problem: Problem, where: str, alpha: float, algorithm: str) -> str:
+    word = hashlib.sha256(f"{algorithm} {alpha!r} {problem}".encode()).hexdigest()[:24]
+    return f"bedstone_{where}_{word}"
+
+
+def _register(name: str, module: str, where: str, *kept: Any) -> None:
+    address, engine = interface.compiled(module)
+    function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)
+    _kept.append((engine, function, *kept))
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform=where)
+
+
+def _register_cpu(name: str, problem: Problem, alpha: float, plan: Plan) -> str | None:
+    entry = plan.native_entry
+    if entry is None:
+        return "no machine code to call"
+    module = interface.cpu_handler(
+        len(problem.inputs), len(problem.outputs), plan.workspace_size > 0, entry.address, alpha,
+        num_threads_address(),
     )  # fmt: skip
-    module = llvm.parse_assembly(ir)
-    module.verify()
-    machine = llvm.Target.from_default_triple().create_target_machine(codemodel="jitdefault")
-    engine = llvm.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
-    function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(
-        engine.get_function_address("handler")
+    _register(name, module, "cpu", entry.owner)
+    return None
+
+
+# GPUs.
+
+
+def _gpu() -> str:
+    """The device that plans are made for first."""
+    return f"cuda:{jax.local_devices(backend='cuda')[0].local_hardware_id}"
+
+
+class Launcher:
+    """alpha * problem on whichever GPU it is called for, by the algorithm that was chosen when it
+    was lowered. Plans for other devices than the first are made when they are first called for."""
+
+    def __init__(self, problem: Problem, alpha: float, plan: Plan) -> None:
+        self.problem, self.alpha = problem, alpha
+        self.algorithm, self.workspace = plan.algorithm, plan.workspace_size
+        self.operands = len(problem.operands)
+        self.results = len(problem.outputs) + (self.workspace > 0)
+        self._addresses = ctypes.c_uint64 * (len(problem.inputs) + self.results)
+        self._plans = {plan.device.index: plan}
+
+    def __call__(self, addresses: int, stream: int, device: int) -> None:
+        """Launch on the operands, and the workspace after them, whose addresses lie there."""
+        plan = self._plans.get(device) or self._planned(device)
+        *operands, last = self._addresses.from_address(addresses)
+        if not self.workspace:
+            operands, last = [*operands, last], 0
+        plan.kernel(operands, last, self.alpha, 0.0, stream)
+
+    def _planned(self, device: int) -> Plan:
+        plan = default_handle(f"cuda:{device}").plan(
+            self.problem, self.algorithm, GPU_WORKSPACE_LIMIT
+        )
+        if plan.workspace_size != self.workspace:
+            raise BedstoneError(
+                f"{self.problem}: lowered for {self.workspace} bytes of workspace; device {device} "
+                f"needs {plan.workspace_size}"
+            )
+        self._plans[device] = plan
+        return plan
+
+
+_launchers: list[Launcher] = []
+_said = threading.local()  # a message lives until the next one of its thread
+
+
+@interface.Launch
+def _launch(number: int, addresses: int, stream: int | None, device: int) -> int:
+    """What handlers for GPUs call."""
+    try:
+        _launchers[number](addresses, stream or 0, device)
+    except Exception as error:  # XLA raises it where the result is awaited
+        _said.message = ctypes.create_string_buffer(f"bedstone: {error}".encode())
+        return ctypes.addressof(_said.message)
+    return 0
+
+
+def _register_gpu(name: str, problem: Problem, alpha: float, plan: Plan) -> None:
+    launcher = Launcher(problem, alpha, plan)
+    _launchers.append(launcher)
+    address = ctypes.cast(_launch, ctypes.c_void_p).value
+    module = interface.gpu_handler(
+        len(problem.inputs), launcher.results, address or 0, len(_launchers) - 1
     )
-    _kept.append((engine, function, entry.owner))
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
-    return Target(name, plan.workspace_size, plan.algorithm)
+    _register(name, module, "CUDA")

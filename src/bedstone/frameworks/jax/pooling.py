@@ -142,23 +142,23 @@ def _scatter_by_jax(x: Any, dy: Any, how: How) -> Any:
 # The primitives.
 
 
-def _forward(x: Any, *, how: How) -> Any:
+def _forward(x: Any, *, how: How, where: str) -> Any:
     asked = problem("forward", x.shape, x.dtype, how)
-    y = handler.call(asked, (x,), how.result(x.shape), how.alpha)
+    y = handler.call(asked, (x,), how.result(x.shape), where, how.alpha)
     return _forward_by_jax(x, how) if isinstance(y, str) else y
 
 
-def _gather(x: Any, t: Any, *, how: How) -> Any:
+def _gather(x: Any, t: Any, *, how: How, where: str) -> Any:
     return _gather_by_jax(x, t, how)
 
 
-def _scatter(x: Any, dy: Any, *, how: How) -> Any:
-    dx = handler.call(problem("backward", x.shape, x.dtype, how), (x, dy), x.shape)
+def _scatter(x: Any, dy: Any, *, how: How, where: str) -> Any:
+    dx = handler.call(problem("backward", x.shape, x.dtype, how), (x, dy), x.shape, where)
     return _scatter_by_jax(x, dy, how) if isinstance(dx, str) else dx
 
 
-def _spread(dy: Any, *, how: How, shape: Shape) -> Any:
-    dx = handler.call(problem("backward", shape, dy.dtype, how), (dy,), shape, how.alpha)
+def _spread(dy: Any, *, how: How, shape: Shape, where: str) -> Any:
+    dx = handler.call(problem("backward", shape, dy.dtype, how), (dy,), shape, where, how.alpha)
     if not isinstance(dx, str):
         return dx
     whole = jax.ShapeDtypeStruct(shape, dy.dtype)
@@ -204,7 +204,8 @@ for _made in (max_p, gather_p, scatter_p, mean_p, spread_p):
 
 def _run(x: Any, how: How) -> tuple[Any, str]:
     check_array(x)
-    made = handler.target(problem("forward", tuple(x.shape), x.dtype, how), how.alpha)
+    asked = problem("forward", tuple(x.shape), x.dtype, how)
+    made = handler.target(asked, handler.platform(), how.alpha)
     if isinstance(made, str):
         raise Native(made)
     return (max_p if how.mode == "max" else mean_p).bind(jnp.asarray(x), how=how), made.algorithm

@@ -33,6 +33,7 @@ class How:
     x, w, y   places of (N, C, spatial...), (K, C, spatial...) and (N, K, spatial...) in the arrays'
               shapes, as jax.lax.ConvDimensionNumbers has them
     flipped   whether filters are reversed along every spatial axis
+    reduced   whether a GPU may round the factors of float32 products to tf32
     """
 
     stride: Shape
@@ -43,6 +44,7 @@ class How:
     w: Shape
     y: Shape
     flipped: bool = False
+    reduced: bool = False
 
     @property
     def conv(self) -> ConvolutionDesc:
@@ -78,10 +80,11 @@ def _desc(shape: Shape, places: Shape, dtype: Any) -> TensorDesc:
     return TensorDesc(_logical(shape, places), _logical(tuple(strides), places), str(dtype))
 
 
-def problem(direction: str, how: How, x: Shape, w: Shape, y: Shape, dtype: Any) -> Any:
-    """The problem of one direction on arrays of these shapes."""
+def problem(direction: str, how: How, x: Shape, w: Shape, y: Shape, dtype: Any, where: str) -> Any:
+    """The problem of one direction on arrays of these shapes, on a platform."""
     descs = (_desc(s, p, dtype) for s, p in ((x, how.x), (w, how.w), (y, how.y)))
-    return ConvolutionProblem(direction, *descs, how.conv)
+    tf32 = how.reduced and where == "cuda" and str(dtype) == "float32"
+    return ConvolutionProblem(direction, *descs, how.conv, math="tf32" if tf32 else "ieee")
 
 
 def _shapes(direction: str, how: How, a: Any, b: Any, shape: Shape) -> tuple[Shape, Shape, Shape]:
@@ -93,10 +96,11 @@ def _shapes(direction: str, how: How, a: Any, b: Any, shape: Shape) -> tuple[Sha
     return a.shape, shape, b.shape  # (x, dy) -> dw
 
 
-def _run(direction: str, a: Any, b: Any, *, how: How, shape: Shape) -> Any:
+def _run(direction: str, a: Any, b: Any, *, how: How, shape: Shape, where: str) -> Any:
     """The custom call. Plans want (x, w), (w, dy) and (x, dy)."""
-    asked = problem(direction, how, *_shapes(direction, how, a, b, shape), a.dtype)
-    result = handler.call(asked, (b, a) if direction == "backward_data" else (a, b), shape)
+    asked = problem(direction, how, *_shapes(direction, how, a, b, shape), a.dtype, where)
+    operands = (b, a) if direction == "backward_data" else (a, b)
+    result = handler.call(asked, operands, shape, where)
     # (No kernel: for a gradient, or a batch, of a convolution that was ours.)
     return _native(direction, a, b, how, shape) if isinstance(result, str) else result
 
@@ -110,6 +114,7 @@ def _native(direction: str, a: Any, b: Any, how: How, shape: Shape) -> Any:
             x, w, how.stride, how.padding, rhs_dilation=how.dilation,
             dimension_numbers=lax.ConvDimensionNumbers(how.x, how.w, how.y),
             feature_group_count=how.groups,
+            precision=None if how.reduced else lax.Precision.HIGHEST,
         )  # fmt: skip
 
     if direction == "forward":

@@ -8,7 +8,7 @@ formula that is given beside the kernel; the same formula serves where there is 
 
 from __future__ import annotations
 
-import inspect
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +19,7 @@ from jax._src import dispatch
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
+from bedstone.frameworks.jax import handler
 from bedstone.frameworks.jax.sharding import Sharing
 
 Shape = tuple[int, ...]
@@ -31,8 +32,8 @@ class Native(Exception):
 
 def check_array(x: Any) -> None:
     """Raises Native for an operand that no kernel takes."""
-    if jax.default_backend() != "cpu":
-        raise Native(f"the backend {jax.default_backend()}")
+    if handler.platform() not in handler.PLATFORMS:
+        raise Native(f"the platform {handler.platform()}")
     if not hasattr(x, "dtype") or str(x.dtype) not in DTYPES:
         raise Native(f"dtype {getattr(x, 'dtype', type(x).__name__)}")
     if 0 in x.shape:
@@ -47,9 +48,9 @@ def primitive(
 ) -> Any:
     """A primitive of one result, of the dtype of its first operand.
 
-    run(*arrays, **params)       the result, on arrays or tracers
-    shape_of(*shapes, **params)  its shape
-    sharing(*ranks, **params)    which axes may be cut over devices
+    run(*arrays, where, **params)  the result, on tracers, as a program for the platform `where`
+    shape_of(*shapes, **params)    its shape
+    sharing(*ranks, **params)      which axes may be cut over devices
     """
     made = core.Primitive(f"bedstone_{name}")
 
@@ -60,22 +61,22 @@ def primitive(
             return avals[0].update(shape=shape, weak_type=False)
         return jax.core.ShapedArray(shape, avals[0].dtype)
 
-    def lowered(*operands: Any, **params: Any) -> Any:
+    def lowered(where: str, *operands: Any, **params: Any) -> Any:
         axes = sharing(*(operand.ndim for operand in operands), **params)
 
         def share(*parts: Any) -> Any:
             if "shape" not in params:
-                return run(*parts, **params)
-            return run(*parts, **{**params, "shape": axes.shape(params["shape"], parts)})
+                return run(*parts, where=where, **params)
+            shape = axes.shape(params["shape"], parts)
+            return run(*parts, where=where, **{**params, "shape": shape})
 
         return axes.tell(share)(*operands)
 
-    keywords = [
-        p.name for p in inspect.signature(run).parameters.values() if p.kind is p.KEYWORD_ONLY
-    ]
-    made.def_impl(jax.jit(run, static_argnames=keywords))
+    made.def_impl(functools.partial(dispatch.apply_primitive, made))
     made.def_abstract_eval(abstract)
-    mlir.register_lowering(made, mlir.lower_fun(lowered, multiple_results=False), platform="cpu")
+    for where in handler.PLATFORMS:
+        rule = mlir.lower_fun(functools.partial(lowered, where), multiple_results=False)
+        mlir.register_lowering(made, rule, platform=where)
     # Lowering asks which devices there are, as custom_partitioning does; JAX has no public word.
     dispatch.prim_requires_devices_during_lowering.add(made)
     return made

@@ -64,17 +64,17 @@ def _problem(direction: str, shape: Sequence[int], dtype: Any, how: How) -> Soft
     return SoftmaxProblem(direction, desc, desc, how.kind, (1,))
 
 
-def _forward(x: Any, *, how: How) -> Any:
-    y = handler.call(_problem("forward", x.shape, x.dtype, how), (x,), x.shape)
+def _forward(x: Any, *, how: How, where: str) -> Any:
+    y = handler.call(_problem("forward", x.shape, x.dtype, how), (x,), x.shape, where)
     return _forward_by_jax(x, how) if isinstance(y, str) else y
 
 
-def _backward(y: Any, dy: Any, *, how: How) -> Any:
-    dx = handler.call(_problem("backward", dy.shape, dy.dtype, how), (y, dy), dy.shape)
+def _backward(y: Any, dy: Any, *, how: How, where: str) -> Any:
+    dx = handler.call(_problem("backward", dy.shape, dy.dtype, how), (y, dy), dy.shape, where)
     return _backward_by_jax(y, dy, how) if isinstance(dx, str) else dx
 
 
-def _log_tangent(y: Any, t: Any, *, how: How) -> Any:
+def _log_tangent(y: Any, t: Any, *, how: How, where: str) -> Any:
     return _tangent_by_jax(y, t, how)
 
 
@@ -112,7 +112,7 @@ def _run(x: Any, axis: Any, kind: str) -> tuple[Any, str]:
     if not axes or axes != tuple(range(axes[0], axes[0] + len(given))):
         raise Native("no axes, or some that are not next to each other")
     how = How(kind, axes)
-    made = handler.target(_problem("forward", x.shape, x.dtype, how))
+    made = handler.target(_problem("forward", x.shape, x.dtype, how), handler.platform())
     if isinstance(made, str):
         raise Native(made)
     return forward_p.bind(jnp.asarray(x), how=how), made.algorithm
