@@ -37,7 +37,7 @@ from bedstone.backends.cpu.packing import (
     place,
     store_strided,
 )
-from bedstone.backends.cpu.target import MIB, Target
+from bedstone.backends.cpu.target import CACHE_LINE, MIB, Target
 from bedstone.backends.cpu.values import Float, Int, IntLike, MaskLike
 from bedstone.spec.convolution import ConvolutionProblem
 
@@ -400,6 +400,9 @@ class ImageProduct(FilterKernel):
                         filter_panel = self._packed_panel(packed, pair, f, number)
                     operands = (filter_panel, pixel_panel)
                     a, b = operands if plan.lanes_are_pixels else operands[::-1]
+                    if plan.lanes_are_pixels and g.axes[-1].out == self.item:
+                        with k.if_(self._is_last(number)):
+                            self._fetch_out(result, (first + p) * plan.pixel_width, outer)
                     k.call(TILE, a, b, sum_at, chunk.depth, number)
                     with k.if_(self._is_last(number)):
                         pixel = (first + p) * plan.pixel_width
@@ -410,6 +413,16 @@ class ImageProduct(FilterKernel):
                             FINISH, sum_at + spare * tile.step_bytes, result, bias, pixel, outer,
                             *phase.start, self.alpha, self.beta,
                         )  # fmt: skip
+
+    def _fetch_out(self, out: IntLike, pixel: IntLike, outer: IntLike) -> None:
+        """Ask for the lines that a tile's results go to while it is computed: they lie in as many
+        places as there are channels, too many for the hardware to foresee."""
+        k, g, tile = self.k, self.geometry, self.plan.tile
+        offset, _ = place(k, pixel, self._out_spans())
+        with k.loop(0, tile.rows) as m:
+            row = out + offset + (outer + m) * g.outer.tensor
+            for line in range(0, tile.columns * self.item, CACHE_LINE):
+                k.prefetch(row, line)
 
     def _row(self, row: IntLike, chunk: Chunk) -> IntLike:
         """From the start of a filter in place to a row's elements of a chunk."""

@@ -25,6 +25,7 @@ from bedstone.backends.cpu.values import Int, IntLike, Mask
 from bedstone.spec.convolution import ConvolutionProblem
 
 UNROLL = 4
+FETCH_DEPTH = 160  # of a tile that asks for the lines of its results before it multiplies
 L1_SHARE = 0.5  # of the first-level cache for a chunk of the filter that stays there
 
 
@@ -322,11 +323,15 @@ class _Phase:
     def _emit_tile(self, rows: int) -> None:
         """tileN(a, b, c, chunk, out, bias, outer channels left, alpha, beta): the products of a
         chunk for N pixels; after the last chunk, out = act(alpha * sum + beta * out + bias)."""
-        k, plan = self.k, self.plan
+        k, plan, v = self.k, self.plan, self.view
         with k.function(f"{self.name}{rows}", *[I64] * 7, F64, F64) as arguments:
             a, b, c, chunk, out, bias, left, alpha, beta = arguments
             zero = k.constant(0.0, self.sum_dtype, plan.lanes)
             self.sums = [[k.variable(zero) for _ in range(plan.vectors)] for _ in range(rows)]
+            if plan.chunks == 1 and plan.run * plan.runs <= FETCH_DEPTH:
+                for i in range(rows):
+                    for line in range(0, plan.columns * self.item, CACHE_LINE):
+                        k.prefetch(out, i * v.out[2] + line)
             self._products(a, b, chunk)
             places = [
                 (total, i, j) for i, row in enumerate(self.sums) for j, total in enumerate(row)
