@@ -66,6 +66,10 @@ class Algorithm(ABC):
     # terms; "tile", the largest such sum nearby (algorithms that transform tiles, as Winograd's).
     error_scale: ClassVar[str] = "element"
 
+    def missing(self, device: Device) -> str | None:
+        """None, or what this machine lacks for the algorithm to take any problem at all."""
+        return None
+
     @abstractmethod
     def supports(self, problem: Problem, device: Device) -> str | None:
         """None if this algorithm takes the problem, else the reason, in words, why not."""

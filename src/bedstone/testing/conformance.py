@@ -59,13 +59,14 @@ class Job:
 
 
 def algorithms(backend: str, device: Device) -> list[tuple[str, Algorithm]]:
-    """(primitive, algorithm) of all that a backend has for a kind of device."""
+    """(primitive, algorithm) of all that a backend has for a device."""
     if device.kind not in registry.device_kinds(backend):
         return []
     return [
         (primitive, algorithm)
         for primitive in problems.primitives()
         for algorithm in registry.algorithms_of(backend, primitive)
+        if algorithm.missing(device) is None
     ]
 
 

@@ -13,6 +13,7 @@ from bedstone.plan.config import get_num_threads
 
 CLOCK_HZ = 3.5e9
 FMA_PER_CYCLE = 2  # vector multiply-adds; one multiply-add is two flops
+MATRIX_RATE = 16.0  # of the matrix unit's products of bfloat16, in float32 vector multiply-adds
 BYTES_PER_SECOND = 12e9  # a core's share of the memory bandwidth
 PHASE_SECONDS = 3e-6  # starting and joining a parallel phase
 CALL_SECONDS = 2e-6  # a call from Python

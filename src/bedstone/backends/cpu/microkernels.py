@@ -55,6 +55,11 @@ class Tile:
         return self.vectors * self.lanes
 
     @property
+    def sums(self) -> Tile:
+        """The tile of C, where it has another form than the operands."""
+        return self
+
+    @property
     def item(self) -> int:
         return itemsize(self.dtype)
 

@@ -7,8 +7,11 @@ the AVX2 and SSE2 paths can be run (and tested) on an AVX-512 machine.
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
 import platform
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +24,8 @@ KIB, MIB = 1024, 1024 * 1024
 CACHE_FOLDER = Path("/sys/devices/system/cpu/cpu0/cache")
 DEFAULT_CACHES = (32 * KIB, 512 * KIB, 8 * MIB)  # where the system does not tell
 CACHE_LINE = 64
+# Linux on x86-64: the system call, its request for a register state, and the tiles' number.
+ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class Target:
     has_fma                 fused multiply-add
     has_masks               masked loads and stores cost what plain ones do (AVX-512)
     has_f16                 float16 <-> float32 conversion instructions
+    has_matrix_unit         tiles of bfloat16 products (AMX), granted to this process
     l1_bytes ... l3_bytes   data caches: a core's first two levels, the shared third
     """
 
@@ -47,6 +53,7 @@ class Target:
     l1_bytes: int = DEFAULT_CACHES[0]
     l2_bytes: int = DEFAULT_CACHES[1]
     l3_bytes: int = DEFAULT_CACHES[2]
+    has_matrix_unit: bool = False
 
     @classmethod
     def named(cls, name: str) -> Target:
@@ -131,7 +138,33 @@ def _host() -> Target:
     vector_bytes, registers = (64, 32) if full else (32, 16) if wide else (16, 16)
     features = flags.flatten() + (",-prefer-256-bit" if full else "")
     f16 = bool(flags.get("f16c"))
-    return Target(triple, cpu, features, vector_bytes, registers, wide, full, f16, *caches)
+    matrix = full and matrix_unit_refusal() is None
+    return Target(triple, cpu, features, vector_bytes, registers, wide, full, f16, *caches, matrix)
+
+
+@functools.cache
+def matrix_unit_refusal() -> str | None:
+    """None if code of this process may use the tiles of AMX, else why not.
+
+    Their registers are 8 KiB that the system saves with a thread: Linux (5.16 on) grants them to
+    a process that asks, for all its threads and the children it forks. It refuses where the stack
+    that a thread set aside for signals is too small for them.
+    """
+    initialize_llvm()
+    flags = llvm.get_host_cpu_features()
+    if not all(flags.get(f) for f in ("amx-tile", "amx-bf16")):
+        return "this processor has no matrix unit for bfloat16 (AMX)"
+    if not sys.platform.startswith("linux"):
+        return f"the matrix unit (AMX) is not used on {sys.platform}"
+    return request_matrix_unit(ctypes.CDLL(None, use_errno=True))
+
+
+def request_matrix_unit(libc: ctypes.CDLL) -> str | None:
+    """Ask the system for the tile registers; None if it grants them, else its refusal."""
+    if libc.syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0:
+        return None
+    reason = os.strerror(ctypes.get_errno())
+    return f"the system refuses the matrix unit (AMX) to this process: {reason}"
 
 
 def _cache_sizes() -> tuple[int, int, int]:

@@ -7,6 +7,7 @@ from bedstone.backends.cpu.convolution.bias_gradient import ReduceBias
 from bedstone.backends.cpu.convolution.depthwise import Depthwise
 from bedstone.backends.cpu.convolution.depthwise_filter import DepthwiseFilter
 from bedstone.backends.cpu.convolution.implicit_gemm import ImplicitGemm
+from bedstone.backends.cpu.convolution.implicit_gemm_amx import MatrixImplicitGemm
 from bedstone.backends.cpu.convolution.winograd_filter import WinogradFilter
 from bedstone.backends.cpu.convolution.winograd_nested import NestedWinograd
 
@@ -16,6 +17,7 @@ ALGORITHMS = (
     NestedWinograd(),
     Depthwise(),
     DepthwiseFilter(),
+    MatrixImplicitGemm(),
     ImplicitGemm(),
     ReduceBias(),
 )

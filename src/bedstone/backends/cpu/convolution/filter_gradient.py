@@ -9,10 +9,11 @@ so results do not depend on the number of threads.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
-from bedstone.backends.cpu.builder import F64, I64, KernelBuilder, itemsize
+from bedstone.backends.cpu.builder import F64, I64, Job, KernelBuilder, itemsize
 from bedstone.backends.cpu.convolution.geometry import Geometry, geometry
 from bedstone.backends.cpu.convolution.image_product import (
     DEPTH,
@@ -157,7 +158,10 @@ class Block:
 
 
 class FilterGradient:
-    """Emits the kernel of backward_filter."""
+    """Emits the kernel of backward_filter.
+
+    source_dtype   what operands are read as to be packed
+    """
 
     def __init__(self, problem: ConvolutionProblem, target: Target) -> None:
         self.k = KernelBuilder(target)
@@ -165,7 +169,8 @@ class FilterGradient:
         self.dtype = str(problem.x.dtype)
         self.sum_dtype = str(problem.x.dtype.accumulator)
         self.item = itemsize(self.dtype)
-        self.plan = blocking(self.geometry, self.dtype, self.sum_dtype, target)
+        self.source_dtype = self.dtype
+        self.plan = self.cut(target)
         self.taps = Taps(self.k, self.geometry)
         self.dy_spans = joined([Span(axis.size, axis.out) for axis in self.geometry.axes])
 
@@ -181,10 +186,18 @@ class FilterGradient:
             f"{plan.filter_chunk} filters; {plan.slices} slices of the pixels"
         )
 
+    def cut(self, target: Target) -> Blocking:
+        """How the problem is cut."""
+        return blocking(self.geometry, self.dtype, self.sum_dtype, target)
+
+    def emit_product(self) -> None:
+        """The micro-kernel."""
+        emit_tile(self.k, self.plan.tile)
+
     def emit(self) -> KernelBuilder:
         """The whole module."""
         k, plan, g = self.k, self.plan, self.geometry
-        emit_tile(k, plan.tile)
+        self.emit_product()
         self.emit_finish()
         with k.entry(ENTRY, pointers=3) as call:
             self.x, self.dy, self.dw = call.pointers
@@ -214,6 +227,10 @@ class FilterGradient:
 
     # Phases ----------------------------------------------------------------------------------
 
+    def each_task(self, job: Job) -> contextlib.AbstractContextManager[Int]:
+        """The tasks of a job that multiplies."""
+        return job.each_task()
+
     def _accumulate(self, threads: Int, blocks: int, partial: Int | None) -> None:
         """One task a block and slice of the pixels."""
         k, plan, g, tile = self.k, self.plan, self.geometry, self.plan.tile
@@ -221,7 +238,7 @@ class FilterGradient:
         sums = plan.sum_bytes if partial is None else 0
         with (
             k.parallel(blocks * plan.slices, threads, a_bytes + b_bytes + sums) as job,
-            job.each_task() as task,
+            self.each_task(job) as task,
         ):
             block = self._block(task // plan.slices)
             a, b = job.scratch, job.scratch + a_bytes
@@ -229,14 +246,14 @@ class FilterGradient:
             first = task % plan.slices * plan.chunks_per_slice
             last = k.min(first + plan.chunks_per_slice, plan.chunks)
             with k.loop(first, last) as number:
-                pixel = number * DEPTH
-                depth = k.min(g.pixels - pixel, DEPTH)
+                pixel = number * tile.depth
+                depth = k.min(g.pixels - pixel, tile.depth)
                 if plan.lanes_are_pixels:
-                    self._patch_rows(block, pixel, depth, a)
-                    self._dy_columns(block, pixel, depth, b)
+                    self.patch_rows(block, pixel, depth, a)
+                    self.dy_columns(block, pixel, depth, b)
                 else:
-                    self._dy_rows(block, pixel, depth, a)
-                    self._patch_columns(block, pixel, depth, b)
+                    self.dy_rows(block, pixel, depth, a)
+                    self.patch_columns(block, pixel, depth, b)
                 with k.loop(0, plan.column_panels) as j, k.loop(0, plan.row_panels) as i:
                     at = c + (j * plan.row_panels + i) * tile.c_bytes
                     k.call(
@@ -247,7 +264,7 @@ class FilterGradient:
 
     def _add_slices(self, threads: Int, blocks: int, partial: Int) -> None:
         """One task a block: the slices' sums, in order, onto the first's."""
-        k, plan, tile = self.k, self.plan, self.plan.tile
+        k, plan, tile = self.k, self.plan, self.plan.tile.sums
         step = tile.lanes * tile.item
         with k.parallel(blocks, threads) as job, job.each_task() as task:
             c = partial + task * (plan.slices * plan.sum_bytes)
@@ -260,7 +277,7 @@ class FilterGradient:
             self._finish_block(self._block(task), c)
 
     def _finish_block(self, block: Block, c: IntLike) -> None:
-        k, plan, tile = self.k, self.plan, self.plan.tile
+        k, plan, tile = self.k, self.plan, self.plan.tile.sums
         chunk = block.chunk
         if plan.channel_major:
             with k.loop(0, plan.column_panels * tile.vectors) as vector:
@@ -275,7 +292,7 @@ class FilterGradient:
 
     # Packing ---------------------------------------------------------------------------------
 
-    def _patch_rows(self, block: Block, pixel: IntLike, depth: IntLike, a: IntLike) -> None:
+    def patch_rows(self, block: Block, pixel: IntLike, depth: IntLike, a: IntLike) -> None:
         """Rows (tap, channel), vectors along pixels."""
         k, g, tile = self.k, self.geometry, self.plan.tile
         width = VECTORS_AT_ONCE * tile.lanes
@@ -288,10 +305,10 @@ class FilterGradient:
             ]
             pack_pixel_lanes(
                 k, self.taps, vectors, block.chunk, 0, block.image, a + d * tile.item,
-                tile.row_bytes, self.dtype, self.sum_dtype, self.plan.channel_major,
+                tile.row_bytes, self.source_dtype, self.plan.tile.dtype, self.plan.channel_major,
             )  # fmt: skip
 
-    def _patch_columns(self, block: Block, pixel: IntLike, depth: IntLike, b: IntLike) -> None:
+    def patch_columns(self, block: Block, pixel: IntLike, depth: IntLike, b: IntLike) -> None:
         """Steps are pixels, vectors run along the channels of a tap."""
         k, plan, tile = self.k, self.plan, self.plan.tile
         with k.loop(0, depth) as d:
@@ -304,10 +321,10 @@ class FilterGradient:
 
             pack_channel_lanes(
                 k, self.taps, pixel + d, block.chunk, 0, block.image, target, tile.lanes,
-                self.dtype, self.sum_dtype, padded_channels=plan.channel_chunk,
+                self.source_dtype, self.plan.tile.dtype, padded_channels=plan.channel_chunk,
             )  # fmt: skip
 
-    def _dy_columns(self, block: Block, pixel: IntLike, depth: IntLike, b: IntLike) -> None:
+    def dy_columns(self, block: Block, pixel: IntLike, depth: IntLike, b: IntLike) -> None:
         """Steps are pixels, vectors run along outer channels."""
         k, g, plan, tile = self.k, self.geometry, self.plan, self.plan.tile
         channel, lanes = g.outer.tensor, tile.lanes
@@ -323,8 +340,8 @@ class FilterGradient:
                 with k.loop(0, vectors) as v:
                     mask = self._outer_mask(block, v)
                     at = block.dy + offset + v * (lanes * channel)
-                    value = load_strided(k, at, channel, lanes, self.dtype, mask)
-                    k.store(value, place_of(v, d), self.sum_dtype)
+                    value = load_strided(k, at, channel, lanes, self.source_dtype, mask)
+                    k.store(value, place_of(v, d), self.plan.tile.dtype)
 
         if channel == self.item or self.dy_spans[-1].stride != self.item:
             pixel_by_pixel(0, depth)
@@ -337,13 +354,13 @@ class FilterGradient:
                     for r in range(lanes):
                         # Channels past the end read the last one again; nobody stores them.
                         o = k.min(v * lanes + r, block.outer_end - block.outer - 1)
-                        rows.append(pixels.load_whole(block.dy + o * channel, self.dtype))
+                        rows.append(pixels.load_whole(block.dy + o * channel, self.source_dtype))
                     for r, value in enumerate(transposed(k, rows)):
-                        k.store(value, place_of(v, d + r), self.sum_dtype)
+                        k.store(value, place_of(v, d + r), self.plan.tile.dtype)
                 with ragged:
                     pixel_by_pixel(d, k.min(d + lanes, depth))
 
-    def _dy_rows(self, block: Block, pixel: IntLike, depth: IntLike, a: IntLike) -> None:
+    def dy_rows(self, block: Block, pixel: IntLike, depth: IntLike, a: IntLike) -> None:
         """Rows are outer channels, vectors run along pixels."""
         k, g, tile = self.k, self.geometry, self.plan.tile
         channel, lanes = g.outer.tensor, tile.lanes
@@ -354,10 +371,10 @@ class FilterGradient:
                 self._dy_transposed(block, pixel + d, depth - d, count, column)
             else:
                 pixels = Lanes(k, pixel + d, lanes, self.dy_spans, g.pixels, True, self.item)
-                read = pixels.reader(self.dtype)
+                read = pixels.reader(self.source_dtype)
                 with k.loop(0, count) as o:
                     value = read(block.dy + o * channel)
-                    k.store(value, column + o * tile.row_bytes, self.sum_dtype)
+                    k.store(value, column + o * tile.row_bytes, self.plan.tile.dtype)
 
     def _dy_transposed(
         self, block: Block, pixel: IntLike, left: IntLike, count: IntLike, column: IntLike
@@ -369,10 +386,10 @@ class FilterGradient:
         with k.loop(0, count, lanes) as o:
             mask = k.first_lanes(count - o, lanes)
             at = block.dy + o * self.item
-            rows = [k.load(at + offset, self.dtype, lanes, mask=mask) for offset in offsets]
+            rows = [k.load(at + offset, self.source_dtype, lanes, mask=mask) for offset in offsets]
             for r, value in enumerate(transposed(k, rows)):
                 with k.if_(o + r < plan.row_panels * tile.rows):
-                    k.store(value, column + (o + r) * tile.row_bytes, self.sum_dtype)
+                    k.store(value, column + (o + r) * tile.row_bytes, self.plan.tile.dtype)
 
     def _outer_mask(self, block: Block, vector: IntLike) -> Mask | None:
         """Lanes of a vector of outer channels that exist in the block."""
@@ -386,7 +403,7 @@ class FilterGradient:
     def emit_finish(self) -> None:
         """FINISH(sums, dw, first row, first vector, t0, t1, i0, i1, outer, outer_end, alpha,
         beta): one tile of dw = alpha * sum + beta * dw."""
-        k, tile, g = self.k, self.plan.tile, self.geometry
+        k, tile, g = self.k, self.plan.tile.sums, self.geometry
         with k.function(FINISH, *[I64] * 10, F64, F64) as arguments:
             sums, dw, row, vector, t0, t1, i0, i1, outer, outer_end, alpha, beta = arguments
             chunk = Chunk(t0, t1, i0, i1)
@@ -418,7 +435,7 @@ class FilterGradient:
 
     def _finish_runs(self, block: Block, c: IntLike, vector: IntLike) -> None:
         """One vector of outer channels of a block: transposed, its rows are runs of dw."""
-        k, g, plan, tile = self.k, self.geometry, self.plan, self.plan.tile
+        k, g, plan, tile = self.k, self.geometry, self.plan, self.plan.tile.sums
         lanes, rows = tile.lanes, block.chunk.depth
         panel, j = vector // tile.vectors, vector % tile.vectors
         column = c + panel * (plan.row_panels * tile.c_bytes) + j * (lanes * tile.item)

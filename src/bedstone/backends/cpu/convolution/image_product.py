@@ -9,13 +9,14 @@ chunks: shorter sums, smaller errors. Loop order after Goto and van de Geijn 200
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from bedstone.backends.cpu.activation import emit_epilogue
-from bedstone.backends.cpu.builder import F64, I64, Call, KernelBuilder, itemsize
+from bedstone.backends.cpu.builder import F64, I64, Call, Job, KernelBuilder, itemsize
 from bedstone.backends.cpu.convolution.filter_rows import turn_rows, turns
 from bedstone.backends.cpu.convolution.geometry import Geometry, geometry
 from bedstone.backends.cpu.convolution.packed_filter import FilterKernel, Operands, Packed
@@ -199,7 +200,14 @@ def work(problem: ConvolutionProblem, target: Target) -> float:
 
 
 class ImageProduct(FilterKernel):
-    """Emits the kernel of forward or backward_data."""
+    """Emits the kernel of forward or backward_data.
+
+    source_dtype                   what operands are read as to be packed
+    panel_scratch, filter_scratch  bytes that a task has for packing panels of pixels, of the filter
+    """
+
+    panel_scratch = 0
+    filter_scratch = 0
 
     def __init__(self, problem: ConvolutionProblem, target: Target) -> None:
         self.problem = problem
@@ -208,7 +216,8 @@ class ImageProduct(FilterKernel):
         self.dtype = str(problem.x.dtype)
         self.sum_dtype = str(problem.x.dtype.accumulator)
         self.item = itemsize(self.dtype)
-        self.plan = blocking(self.geometry, self.dtype, self.sum_dtype, target)
+        self.source_dtype = self.dtype
+        self.plan = self.cut(target)
         self.taps = Taps(self.k, self.geometry)
         plan = self.plan
         self.parts = (
@@ -233,6 +242,10 @@ class ImageProduct(FilterKernel):
             f"{plan.chunks} chunks of depth {plan.tile.depth}; tasks of "
             f"{plan.block * plan.pixel_width} pixels"
         )
+
+    def cut(self, target: Target) -> Blocking:
+        """How the problem is cut."""
+        return blocking(self.geometry, self.dtype, self.sum_dtype, target)
 
     def emit_functions(self) -> None:
         emit_tile(self.k, self.plan.tile)
@@ -293,20 +306,34 @@ class ImageProduct(FilterKernel):
     ) -> None:
         """A parallel phase: one task a panel of outer channels."""
         k, plan, g = self.k, self.plan, self.geometry
-        with k.parallel(pairs * panels, threads) as job, job.each_task() as task:
+        with (
+            k.parallel(pairs * panels, threads, self.filter_scratch) as job,
+            job.each_task() as task,
+        ):
             pair, panel = task // panels, task % panels
             phase, group = self._pair(pair0 + pair)
             source = filter_ + group * g.group_filter
             first = (panel0 + panel) * plan.filter_width
-            if turns(g, plan, self.item):
-                to = functools.partial(self._packed_panel, packed, pair, panel)
-                turn_rows(k, g, plan, self.dtype, source, first, to)
-            else:
-                pack = self._filter_rows if plan.lanes_are_pixels else self._filter_columns
-                with k.loop(0, plan.chunks) as number:
-                    chunk = self._chunk(phase, phase.count, number)
-                    target = self._packed_panel(packed, pair, panel, number)
-                    pack(source, target, chunk, phase.first, first)
+            to = functools.partial(self._packed_panel, packed, pair, panel)
+            self.pack_filter_panel(source, phase, first, to, job.scratch)
+
+    def pack_filter_panel(
+        self,
+        source: IntLike,
+        phase: PhaseAt,
+        first: IntLike,
+        to: Callable[[IntLike], IntLike],
+        scratch: IntLike,
+    ) -> None:
+        """The outer channels from `first` on, of a group's filter: chunk n goes to to(n)."""
+        k, plan, g = self.k, self.plan, self.geometry
+        if turns(g, plan, self.item):
+            turn_rows(k, g, plan, self.dtype, source, first, to)
+            return
+        pack = self._filter_rows if plan.lanes_are_pixels else self._filter_columns
+        with k.loop(0, plan.chunks) as number:
+            chunk = self._chunk(phase, phase.count, number)
+            pack(source, to(number), chunk, phase.first, first)
 
     def _filter_rows(
         self, source: IntLike, target: IntLike, chunk: Chunk, first_tap: IntLike, first: IntLike
@@ -322,11 +349,11 @@ class ImageProduct(FilterKernel):
                 with k.loop(0, chunk.channels, tile.lanes) as c:
                     mask = k.first_lanes(chunk.channels - c, tile.lanes)
                     at = row + tap.filter + c * g.inner.filter
-                    value = load_strided(k, at, g.inner.filter, tile.lanes, self.dtype, mask)
+                    value = load_strided(k, at, g.inner.filter, tile.lanes, self.source_dtype, mask)
                     to = target + m * tile.row_bytes + (depth + c) * tile.item
-                    k.store(value, to, self.sum_dtype, mask=mask)
+                    k.store(value, to, self.plan.tile.dtype, mask=mask)
         with k.loop(count, tile.rows) as m:
-            fill_zero(k, target + m * tile.row_bytes, chunk.depth, self.sum_dtype, tile.lanes)
+            fill_zero(k, target + m * tile.row_bytes, chunk.depth, self.plan.tile.dtype, tile.lanes)
 
     def _filter_columns(
         self, source: IntLike, target: IntLike, chunk: Chunk, first_tap: IntLike, first: IntLike
@@ -342,12 +369,21 @@ class ImageProduct(FilterKernel):
                     outer = first + j * tile.lanes
                     mask = k.first_lanes(g.outer.size - outer, tile.lanes)
                     value = load_strided(
-                        k, at + outer * g.outer.filter, g.outer.filter, tile.lanes, self.dtype, mask
+                        k,
+                        at + outer * g.outer.filter,
+                        g.outer.filter,
+                        tile.lanes,
+                        self.source_dtype,
+                        mask,
                     )
                     to = target + (depth + c) * tile.step_bytes
-                    k.store(value, to, self.sum_dtype, offset=j * tile.lanes * tile.item)
+                    k.store(value, to, self.plan.tile.dtype, offset=j * tile.lanes * tile.item)
 
     # Products --------------------------------------------------------------------------------
+
+    def each_task(self, job: Job) -> contextlib.AbstractContextManager[Int]:
+        """The tasks of a job that multiplies."""
+        return job.each_task()
 
     def _multiply(
         self,
@@ -368,9 +404,12 @@ class ImageProduct(FilterKernel):
         patches = plan.block * plan.pixel_panel_bytes
         sums = tile.c_bytes * (plan.block * plan.split if plan.chunks > 1 else 1)
         with (
-            k.parallel(pairs * blocks * splits, threads, patches + sums) as job,
-            job.each_task() as task,
+            k.parallel(
+                pairs * blocks * splits, threads, patches + sums + self.panel_scratch
+            ) as job,
+            self.each_task(job) as task,
         ):
+            raw = job.scratch + patches + sums
             split, rest = task % splits, task // splits
             block, pair = rest % blocks, rest // blocks
             phase, group = self._pair(pair0 + pair)
@@ -384,7 +423,7 @@ class ImageProduct(FilterKernel):
                 chunk = self._chunk(phase, phase.count, number)
                 with k.loop(0, count) as p:
                     target = job.scratch + p * plan.pixel_panel_bytes
-                    self._pack_panel(first + p, chunk, phase.first, source, target)
+                    self.pack_panel(first + p, chunk, phase.first, source, target, raw)
                 with k.loop(0, count) as p, k.loop(begin, end) as f:
                     sum_at = job.scratch + patches
                     if plan.chunks > 1:
@@ -434,12 +473,13 @@ class ImageProduct(FilterKernel):
         last = self.plan.chunks - 1
         return chunk == last if isinstance(chunk, int) else chunk.eq(last)
 
-    def _pack_panel(
-        self, panel: IntLike, chunk: Chunk, first_tap: IntLike, source: IntLike, target: IntLike
-    ) -> None:
+    def pack_panel(
+        self, panel: IntLike, chunk: Chunk, first_tap: IntLike, source: IntLike, target: IntLike,
+        scratch: IntLike,
+    ) -> None:  # fmt: skip
         """The patches of one panel of pixels."""
         k, plan, g, tile = self.k, self.plan, self.geometry, self.plan.tile
-        types = (self.dtype, self.sum_dtype)
+        types = (self.source_dtype, self.plan.tile.dtype)
         pixel0 = panel * plan.pixel_width
         ragged = g.pixels % plan.pixel_width != 0
         if plan.lanes_are_pixels:
@@ -460,7 +500,7 @@ class ImageProduct(FilterKernel):
                 lambda depth: row + depth * tile.item, tile.lanes, *types,
             )  # fmt: skip
         with k.loop(count, tile.rows) as m:
-            fill_zero(k, target + m * tile.row_bytes, chunk.depth, self.sum_dtype, tile.lanes)
+            fill_zero(k, target + m * tile.row_bytes, chunk.depth, self.plan.tile.dtype, tile.lanes)
 
     # Results ---------------------------------------------------------------------------------
 
@@ -495,7 +535,7 @@ class ImageProduct(FilterKernel):
         return exists
 
     def _finish_pixel_lanes(self, sums: Int, out: Int, bias: Int, pixel: Int, outer: Int) -> None:
-        k, g, tile = self.k, self.geometry, self.plan.tile
+        k, g, tile = self.k, self.geometry, self.plan.tile.sums
         ragged = g.pixels % tile.columns != 0
         count, spans = k.min(g.outer.size - outer, tile.rows), self._out_spans()
         for j in range(tile.vectors):
@@ -533,7 +573,7 @@ class ImageProduct(FilterKernel):
                     masked()
 
     def _finish_channel_lanes(self, sums: Int, out: Int, bias: Int, pixel: Int, outer: Int) -> None:
-        k, g, tile = self.k, self.geometry, self.plan.tile
+        k, g, tile = self.k, self.geometry, self.plan.tile.sums
         spans = self._out_spans()
         count = k.min(g.pixels - pixel, tile.rows)
         with k.loop(0, count) as m:
@@ -545,7 +585,7 @@ class ImageProduct(FilterKernel):
 
     def _finish_vector(self, sums: IntLike, j: int, out: IntLike, bias: Int, outer: Int) -> None:
         """One pixel's vector of outer channels."""
-        k, tile, stride = self.k, self.plan.tile, self.geometry.outer.tensor
+        k, tile, stride = self.k, self.plan.tile.sums, self.geometry.outer.tensor
         first, size = outer + j * tile.lanes, self.geometry.outer.size
         mask = None if size % tile.columns == 0 else k.first_lanes(size - first, tile.lanes)
         at = out + first * stride

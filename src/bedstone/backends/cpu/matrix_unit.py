@@ -1,0 +1,193 @@
+"""The matrix unit of x86 (AMX): tiles of bfloat16 products summed in float32.
+
+A tile register holds 16 rows of 64 bytes. One instruction adds the product of 16 x 32 elements of
+A and 32 x 16 of B to a tile of 16 x 16 sums; B lies in pairs along the reduction: row q holds
+(B[2q, n], B[2q + 1, n]) for every column n. Subnormal numbers count as zero, as operands and as
+sums. Tiles belong to a thread: `each_task` configures them for the length of a job and releases
+them at its end. Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1,
+chapter 18.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from bedstone.backends.cpu.builder import Int, Job, KernelBuilder
+from bedstone.backends.cpu.irtypes import I8, I32, I64, VOID
+from bedstone.backends.cpu.microkernels import TILE, Tile
+from bedstone.backends.cpu.values import Float, IntLike
+
+REGISTERS, ROWS, ROW_BYTES = 8, 16, 64
+STEPS = 32  # of the reduction in one product
+PALETTE, ROW_BYTES_AT, ROWS_AT = 1, 16, 48  # in the 64 bytes of a configuration
+SIDE = 2 * ROWS  # of a tile of the micro-kernel: 2 x 2 registers of sums
+LANES = ROW_BYTES // 4  # sums, or pairs of operands, in a row
+SUMS, LEFT, RIGHT = 0, 4, 6  # first registers of the sums, of A and of B
+LARGEST = 2.0**127 * (2 - 2.0**-7)  # finite bfloat16
+# Which planes of A and B are multiplied, by the number of pieces; the small products first. A
+# bfloat16 is one piece. A float32 is the sum of two or three: plane 0 is the first piece, 1 the
+# same without what is not finite (an infinity times a zero piece would be NaN), then come the
+# others. Three of four or six of nine products are made: those that weigh more than the error.
+PRODUCTS = {
+    1: ((0, 0),),
+    2: ((2, 1), (1, 2), (0, 0)),
+    3: ((3, 1), (2, 1), (2, 2), (1, 2), (1, 3), (0, 0)),
+}
+
+
+@dataclass(frozen=True)
+class MatrixTile(Tile):
+    """A tile of SIDE x SIDE sums and its packed operands.
+
+    pieces   bfloat16 numbers that stand for an element, in planes of their own. An element of
+             bfloat16 is one piece and packed as it is (`dtype` is "int16"); float32 elements are
+             packed as such and then split.
+
+    `depth` is a multiple of STEPS. A is packed row by row, B by pairs of steps.
+    """
+
+    pieces: int = 1
+
+    @classmethod
+    def of(cls, pieces: int, depth: int) -> MatrixTile:
+        """A tile for so many pieces and at least that depth."""
+        depth = padded(depth)
+        if pieces == 1:
+            return cls(SIDE, 1, SIDE, depth, "int16", pieces=1)
+        return cls(SIDE, SIDE // LANES, LANES, depth, "float32", pieces=pieces)
+
+    @property
+    def sums(self) -> Tile:
+        return Tile(SIDE, SIDE // LANES, LANES, self.depth, "float32")
+
+    @property
+    def plane_bytes(self) -> int:
+        """One piece of a packed operand."""
+        return SIDE * self.depth * 2
+
+    @property
+    def planes(self) -> int:
+        return self.pieces + 1 if self.pieces > 1 else 1
+
+    @property
+    def raw_bytes(self) -> int:
+        """An operand before it is split."""
+        return SIDE * self.depth * self.item if self.pieces > 1 else 0
+
+    @property
+    def a_bytes(self) -> int:
+        return self.planes * self.plane_bytes
+
+    @property
+    def b_bytes(self) -> int:
+        return self.planes * self.plane_bytes
+
+    @property
+    def c_bytes(self) -> int:
+        return self.sums.c_bytes
+
+
+def padded(depth: IntLike) -> IntLike:
+    """The depth up to the end of its last product."""
+    return (depth + (STEPS - 1)) // STEPS * STEPS
+
+
+@contextlib.contextmanager
+def each_task(k: KernelBuilder, job: Job) -> Iterator[Int]:
+    """job.each_task(), with the tile registers configured around it."""
+    words = [0] * 64
+    words[0] = PALETTE
+    for register in range(REGISTERS):
+        words[ROW_BYTES_AT + 2 * register] = ROW_BYTES
+        words[ROWS_AT + register] = ROWS
+    numbers = [int.from_bytes(bytes(words[i : i + 8]), "little") for i in range(0, 64, 8)]
+    k.external("llvm.x86.ldtilecfg", VOID, k.pointer(k.table(numbers), I8))
+    with job.each_task() as task:
+        yield task
+    k.external("llvm.x86.tilerelease", VOID)
+
+
+def emit_matrix_tile(k: KernelBuilder, tile: MatrixTile, name: str = TILE) -> None:
+    """The function name(a, b, c, depth, add): c = a b, or c += a b if add is not 0. It runs inside
+    `each_task`."""
+    sums = tile.sums
+    pairs = [(h, g) for h in range(2) for g in range(2)]
+    # Within an operand: from a half of the registers to the other, and from a product to the next.
+    a_half, b_half = ROWS * tile.depth * 2, ROW_BYTES
+    a_pitch, b_pitch = tile.depth * 2, SIDE * 4
+    a_step, b_step = STEPS * 2, STEPS // 2 * b_pitch
+
+    def register(number: int) -> ir.Constant:
+        return ir.Constant(I8, number)
+
+    def move(which: str, number: int, address: IntLike, offset: int, pitch: int) -> None:
+        pointer = k.pointer(address, I8, offset)
+        k.external(
+            f"llvm.x86.tile{which}", VOID, register(number), pointer, ir.Constant(I64, pitch)
+        )
+
+    with k.function(name, I64, I64, I64, I64, I64) as (a, b, c, depth, add):
+        places = [(SUMS + 2 * h + g, h * ROWS * sums.step_bytes + g * ROW_BYTES) for h, g in pairs]
+        with k.if_else(add.eq(0)) as (first, later):
+            with first:
+                for number, _ in places:
+                    k.external("llvm.x86.tilezero", VOID, register(number))
+            with later:
+                for number, at in places:
+                    move("loadd64", number, c, at, sums.step_bytes)
+        with k.loop(0, padded(depth) // STEPS) as step:
+            left, right = a + step * a_step, b + step * b_step
+            held = (-1, -1)
+            for i, j in PRODUCTS[tile.pieces]:
+                for h in range(2):
+                    if held[0] != i:
+                        at = i * tile.plane_bytes + h * a_half
+                        move("loadd64", LEFT + h, left, at, a_pitch)
+                for g in range(2):
+                    if held[1] != j:
+                        at = j * tile.plane_bytes + g * b_half
+                        move("loadd64", RIGHT + g, right, at, b_pitch)
+                held = i, j
+                for h, g in pairs:
+                    numbers = (SUMS + 2 * h + g, LEFT + h, RIGHT + g)
+                    k.external("llvm.x86.tdpbf16ps", VOID, *map(register, numbers))
+        for number, at in places:
+            move("stored64", number, c, at, sums.step_bytes)
+
+
+# Operands -----------------------------------------------------------------------------------
+
+
+def dwords(k: KernelBuilder, value: Int) -> Int:
+    """SIDE lanes of 16 bits as LANES pairs."""
+    return Int(k, k.ir.bitcast(value.ir, ir.VectorType(I32, LANES)))
+
+
+def paired(k: KernelBuilder, even: Int, odd: Int) -> tuple[Int, Int]:
+    """Two steps, SIDE lanes of 16 bits each, as pairs: of the first LANES columns, and the rest."""
+    picks = [n for i in range(SIDE) for n in (i, SIDE + i)]
+    return (
+        dwords(k, k.shuffle(even, odd, picks[:SIDE])),
+        dwords(k, k.shuffle(even, odd, picks[SIDE:])),
+    )
+
+
+def split(k: KernelBuilder, value: Float, pieces: int) -> list[Int]:
+    """The planes of float32 lanes: each piece is the bfloat16 nearest to what is left."""
+    finite = k.unary("fabs", value) < math.inf
+    zero = k.constant(0, "int16", value.lanes)
+    # What would round to an infinity becomes the largest number and a rest.
+    near = k.select(value > LARGEST, LARGEST, k.select(value < -LARGEST, -LARGEST, value))
+    first = k._narrow(k.select(finite, near, value), "bfloat16")
+    rest = k.select(finite, value - k._widen(first, "bfloat16"), 0.0)
+    planes = [Int(k, first), k.select(finite, Int(k, first), zero)]
+    for _ in range(pieces - 1):
+        raw = k._narrow(rest, "bfloat16")
+        rest = rest - k._widen(raw, "bfloat16")
+        planes.append(Int(k, raw))
+    return planes
