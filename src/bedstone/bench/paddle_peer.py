@@ -8,6 +8,7 @@ values, row-major, as many threads.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -41,21 +42,18 @@ def call(problem: bedstone.Problem, arrays: Arrays, device: str, on_bedstone: bo
         list(conv.stride), [p for pair in conv.padding for p in pair], "EXPLICIT",
         list(conv.dilation), conv.groups, "NCHW",
     )  # fmt: skip
-    convolve = paddle._C_ops.conv2d
-    if on_bedstone:
-        patched: Any = importlib.import_module("bedstone.frameworks.paddle")
-        with patched.enable(only=["conv2d"]):
-            convolve = paddle._C_ops.conv2d
-    if problem.direction == "forward":
-        x, w = (paddle.to_tensor(arrays[name]) for name in ("x", "w"))
-        return lambda: convolve(x, w, *attributes)
-    data = problem.direction == "backward_data"
+    forward, data = (problem.direction == of for of in ("forward", "backward_data"))
     x = paddle.to_tensor(arrays["dx" if data else "x"])
-    w = paddle.to_tensor(arrays["w" if data else "dw"])
-    dy = paddle.to_tensor(arrays["dy"])
-    wanted = x if data else w
-    x.stop_gradient = w.stop_gradient = False  # as in training, where both are wanted
-    y = convolve(x, w, *attributes)
+    w = paddle.to_tensor(arrays["w" if data or forward else "dw"])
+    patched: Any = importlib.import_module("bedstone.frameworks.paddle")
+    with patched.enable(only=["conv2d"]) if on_bedstone else contextlib.nullcontext():
+        convolve = paddle._C_ops.conv2d
+        if not forward:
+            x.stop_gradient = w.stop_gradient = False  # as in training, where both are wanted
+        y = convolve(x, w, *attributes)  # (on bedstone: a trial may find the native one quicker)
+    if forward:
+        return lambda: convolve(x, w, *attributes)
+    dy, wanted = paddle.to_tensor(arrays["dy"]), x if data else w
     return lambda: paddle.grad([y], [wanted], [dy], retain_graph=True)[0]
 
 

@@ -48,9 +48,14 @@ class Biased(Convolution):
 
     def understand(self, *attributes: Any) -> None:
         super().understand(*attributes)
+        self.given = attributes
         if self.name in GroupsFirst.names:  # (as PaddlePaddle's gradient operator takes them)
             *others, dilation, groups, data_format = attributes
             self.rest = (*others, groups, dilation, data_format)
+
+    def natively(self, *tensors: Any) -> Any:
+        channels = -1 if self.how[-1] else 1
+        return native(*tensors, *self.given, channels, self.name)
 
     def forward(self) -> tuple[Any, Sequence[Tensor]]:
         (y,) = self.compute(_forward, self.tensors, self.how)

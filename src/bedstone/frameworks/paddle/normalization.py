@@ -100,6 +100,7 @@ class Normalization(Call):
     optional = (1, 2)
     mixed = True
     once = True
+    pure = False  # (the running statistics)
     last = False
     how: How
 

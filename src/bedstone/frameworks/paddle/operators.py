@@ -20,7 +20,7 @@ from paddle.base.framework import _dygraph_tracer
 from paddle.jit.sot.opcode_translator.skip_files import skip_file_names
 
 import bedstone
-from bedstone.frameworks.paddle import report
+from bedstone.frameworks.paddle import report, trial
 from bedstone.frameworks.paddle.gradients import Record, connect, refusal
 from bedstone.frameworks.paddle.plans import (
     HALF_BYTES,
@@ -75,6 +75,7 @@ class Call:
     mixed    these tensors may be of several dtypes
     once     PaddlePaddle does not differentiate the operator's gradient
     keyword  the first argument after the tensors may be given by this name
+    pure     a call changes nothing, so that it can be tried on both sides
     """
 
     names: ClassVar[tuple[str, ...]] = ()
@@ -83,6 +84,7 @@ class Call:
     mixed: ClassVar[bool] = False
     once: ClassVar[bool] = False
     keyword: ClassVar[str] = ""
+    pure: ClassVar[bool] = True
 
     tensors: Sequence[Any] = ()
 
@@ -90,6 +92,8 @@ class Call:
                  rest: Sequence[Any]) -> None:  # fmt: skip
         self.name, self.native, self.rest = name, native, tuple(rest)
         self.recipes: dict[Maker, Recipe] = {}  # of `compute`
+        # Of which tensors gradients are wanted -> why the call is PaddlePaddle's then, or None.
+        self.verdicts: dict[tuple[int, ...], str | None] = {}
         there = [x is not None or i in self.optional for i, x in enumerate(layouts)]
         if len(there) < self.leading or not all(there):
             raise Native("an argument is no tensor")
@@ -117,6 +121,10 @@ class Call:
         if recipe is None:
             recipe = self.recipes[make] = described(make, inputs, settings)
         return run((self.name, "forward"), recipe, inputs, updated)
+
+    def natively(self, *tensors: Any) -> Any:
+        """The same by PaddlePaddle."""
+        return self.native(*tensors, *self.rest)
 
     @classmethod
     def slower(cls, name: str, x: Tensor, *rest: Any) -> str | None:
@@ -193,6 +201,8 @@ def replacement(name: str, native: Operator, kind: type[Call]) -> Operator:
 def slower(name: str, kind: type[Call], arguments: tuple[Any, ...]) -> str | None:
     """Why the call cannot pay, if it cannot. (Of the half types PaddlePaddle's CPU kernels know
     next to none.)"""
+    if trial.side.name is not None:
+        return None if trial.side.name == "ours" else trial.QUICKER
     if policy.always:
         return None
     x = arguments[0] if arguments else None
@@ -223,19 +233,42 @@ def run_call(
         arguments = arguments[:-1]
     tensors = arguments[: kind.leading]
     call = _understood(name, native, kind, known, tensors, arguments[kind.leading :])
+    wanted: tuple[int, ...] = ()
+    if paddle.is_grad_enabled():
+        wanted = tuple([i for i, t in enumerate(tensors) if t is not None and not t.stop_gradient])
+    reason = None if policy.always or trial.side.name else _verdict(call, wanted)
+    if reason is not None:
+        raise Native(reason)
+    return _computed(call, wanted)
+
+
+def _verdict(call: Call, wanted: tuple[int, ...]) -> str | None:
+    """Why calls of this kind are PaddlePaddle's, found in a trial now or before."""
+    if wanted not in call.verdicts:
+        tensors = call.tensors
+        # (Of the half types PaddlePaddle's CPU kernels know next to none.)
+        tried = call.pure and tensors[0].element_size() != HALF_BYTES
+        ours = lambda *copies: _computed(call.again(copies), wanted)  # noqa: E731
+        call.verdicts[wanted] = (
+            trial.reason_for_native(ours, call.natively, tensors, wanted) if tried else None
+        )
+    return call.verdicts[wanted]
+
+
+def _computed(call: Call, wanted: Sequence[int]) -> Any:
+    """The result, below those tensors in the graph."""
+    tensors = call.tensors
     result, saved = call.forward()
-    if not paddle.is_grad_enabled():
-        return result
-    wanted = [(i, t) for i, t in enumerate(tensors) if t is not None and not t.stop_gradient]
     if not wanted:
         return result
     call.tensors = ()  # from here on only what was saved stays alive
-    record = Record(name, saved, call.either_gradients)
+    record = Record(call.name, saved, call.either_gradients)
+    above = [(i, tensors[i]) for i in wanted]
     if isinstance(result, tuple):  # (indices take part in the graph's flags, not in its values)
         for other in result[1:]:
             other.stop_gradient = False
-        return (connect(record, result[0], wanted), *result[1:])
-    return connect(record, result, wanted)
+        return (connect(record, result[0], above), *result[1:])
+    return connect(record, result, above)
 
 
 def _understood(

@@ -8,6 +8,7 @@ import threading
 from dataclasses import dataclass, replace
 
 from bedstone import config
+from bedstone.frameworks.paddle import trial
 
 NATIVE = "native"
 
@@ -36,7 +37,10 @@ _lines: dict[tuple[str, str, str, str], Line] = {}
 
 
 def add(operator: str, direction: str, algorithm: str, seconds: float, reason: str = "") -> None:
-    """One call. The first of a kind that was left to PaddlePaddle is logged with its reason."""
+    """One call, unless it is made for a trial. The first of a kind that was left to PaddlePaddle is
+    logged with its reason."""
+    if trial.side.name is not None:
+        return
     key = (operator, direction, algorithm, reason)
     line = _lines.get(key)
     if line is None:
