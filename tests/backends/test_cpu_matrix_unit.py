@@ -97,7 +97,7 @@ def test_kernels_multiply_on_tiles_and_release_them(direction, layout):
     if direction == "backward_filter":
         builder = MatrixGradient(problem, target).emit()
     else:
-        builder = MatrixProduct(problem, target, 1).emit()
+        builder = MatrixProduct(problem, target).emit()
     lines = assembly(builder, target)
     for instruction in ("ldtilecfg", "tdpbf16ps", "tilerelease"):
         assert instruction in lines

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from llvmlite import ir
@@ -112,52 +112,73 @@ def each_task(k: KernelBuilder, job: Job) -> Iterator[Int]:
     k.external("llvm.x86.tilerelease", VOID)
 
 
+def _move(k: KernelBuilder, which: str, number: int, at: IntLike, offset: int, pitch: int) -> None:
+    pointer = k.pointer(at, I8, offset)
+    k.external(f"llvm.x86.tile{which}", VOID, _register(number), pointer, ir.Constant(I64, pitch))
+
+
+def _register(number: int) -> ir.Constant:
+    return ir.Constant(I8, number)
+
+
+QUARTERS = [(h, g) for h in range(2) for g in range(2)]  # of a tile's sums: rows, columns
+
+
+def clear_sums(k: KernelBuilder) -> None:
+    """Zeros in the registers of the sums."""
+    for number in range(len(QUARTERS)):
+        k.external("llvm.x86.tilezero", VOID, _register(SUMS + number))
+
+
+def load_sums(k: KernelBuilder, c: IntLike, pitch: int) -> None:
+    """SIDE x SIDE sums from memory, rows `pitch` bytes apart."""
+    for number, (h, g) in enumerate(QUARTERS):
+        _move(k, "loadd64", SUMS + number, c, h * ROWS * pitch + g * ROW_BYTES, pitch)
+
+
+def store_sums(k: KernelBuilder, c: IntLike, pitch: int) -> None:
+    """The inverse of load_sums."""
+    for number, (h, g) in enumerate(QUARTERS):
+        _move(k, "stored64", SUMS + number, c, h * ROWS * pitch + g * ROW_BYTES, pitch)
+
+
+def multiply(
+    k: KernelBuilder, a: IntLike, a_pitch: int, a_half: int, b: IntLike, b_pitch: int,
+    planes: Sequence[tuple[int, int]] = ((0, 0),), plane_bytes: int = 0,
+) -> None:  # fmt: skip
+    """STEPS steps: sums += A B, of the planes named. Rows of A are a_pitch bytes apart, its second
+    half a_half from the first; pairs of steps of B b_pitch."""
+    held = (-1, -1)
+    for i, j in planes:
+        for half in range(2):
+            if held[0] != i:
+                _move(k, "loadd64", LEFT + half, a, i * plane_bytes + half * a_half, a_pitch)
+        for half in range(2):
+            if held[1] != j:
+                _move(k, "loadd64", RIGHT + half, b, j * plane_bytes + half * ROW_BYTES, b_pitch)
+        held = i, j
+        for number, (h, g) in enumerate(QUARTERS):
+            numbers = (SUMS + number, LEFT + h, RIGHT + g)
+            k.external("llvm.x86.tdpbf16ps", VOID, *map(_register, numbers))
+
+
 def emit_matrix_tile(k: KernelBuilder, tile: MatrixTile, name: str = TILE) -> None:
     """The function name(a, b, c, depth, add): c = a b, or c += a b if add is not 0. It runs inside
     `each_task`."""
-    sums = tile.sums
-    pairs = [(h, g) for h in range(2) for g in range(2)]
-    # Within an operand: from a half of the registers to the other, and from a product to the next.
-    a_half, b_half = ROWS * tile.depth * 2, ROW_BYTES
-    a_pitch, b_pitch = tile.depth * 2, SIDE * 4
-    a_step, b_step = STEPS * 2, STEPS // 2 * b_pitch
-
-    def register(number: int) -> ir.Constant:
-        return ir.Constant(I8, number)
-
-    def move(which: str, number: int, address: IntLike, offset: int, pitch: int) -> None:
-        pointer = k.pointer(address, I8, offset)
-        k.external(
-            f"llvm.x86.tile{which}", VOID, register(number), pointer, ir.Constant(I64, pitch)
-        )
-
+    a_pitch, b_pitch, c_pitch = tile.depth * 2, SIDE * 4, tile.sums.step_bytes
     with k.function(name, I64, I64, I64, I64, I64) as (a, b, c, depth, add):
-        places = [(SUMS + 2 * h + g, h * ROWS * sums.step_bytes + g * ROW_BYTES) for h, g in pairs]
         with k.if_else(add.eq(0)) as (first, later):
             with first:
-                for number, _ in places:
-                    k.external("llvm.x86.tilezero", VOID, register(number))
+                clear_sums(k)
             with later:
-                for number, at in places:
-                    move("loadd64", number, c, at, sums.step_bytes)
+                load_sums(k, c, c_pitch)
         with k.loop(0, padded(depth) // STEPS) as step:
-            left, right = a + step * a_step, b + step * b_step
-            held = (-1, -1)
-            for i, j in PRODUCTS[tile.pieces]:
-                for h in range(2):
-                    if held[0] != i:
-                        at = i * tile.plane_bytes + h * a_half
-                        move("loadd64", LEFT + h, left, at, a_pitch)
-                for g in range(2):
-                    if held[1] != j:
-                        at = j * tile.plane_bytes + g * b_half
-                        move("loadd64", RIGHT + g, right, at, b_pitch)
-                held = i, j
-                for h, g in pairs:
-                    numbers = (SUMS + 2 * h + g, LEFT + h, RIGHT + g)
-                    k.external("llvm.x86.tdpbf16ps", VOID, *map(register, numbers))
-        for number, at in places:
-            move("stored64", number, c, at, sums.step_bytes)
+            multiply(
+                k, a + step * (STEPS * 2), a_pitch, ROWS * a_pitch,
+                b + step * (STEPS // 2 * b_pitch), b_pitch,
+                PRODUCTS[tile.pieces], tile.plane_bytes,
+            )  # fmt: skip
+        store_sums(k, c, c_pitch)
 
 
 # Operands -----------------------------------------------------------------------------------

@@ -1,25 +1,26 @@
 """cpu:implicit_gemm_amx: implicit GEMM on the matrix unit of x86 (AMX).
 
 The matrix product of implicit_gemm.py with other tiles: matrix_product.py for forward and
-backward_data, matrix_gradient.py for backward_filter. bfloat16 operands are multiplied as they
-are, exactly, and summed in float32: |error| <= (6 + 2 sqrt(n)) 2^-24 sum|terms| for n terms, as
-with any float32 sum. With math "bf16x6" or "bf16x3" an operand in float32 is the sum of three or
-two bfloat16 numbers, and the six or three largest of their products are added up: 2^-22 or 2^-16
-takes the place of 2^-24.
+backward_data, matrix_rows.py for those with channels last, matrix_gradient.py for backward_filter.
+bfloat16 operands are multiplied as they are, exactly, and summed in float32: |error| <= (6 + 2
+sqrt(n)) 2^-24 sum|terms| for n terms, as with any float32 sum. With math "bf16x6" or "bf16x3" an
+operand in float32 is the sum of three or two bfloat16 numbers, and the six or three largest of
+their products are added up: 2^-22 or 2^-16 takes the place of 2^-24.
 
 The matrix unit counts subnormal numbers as zero, as operands and as sums: below 2^-126 an operand
-or a sum is lost. A split loses the low bits of numbers below 2^-110; infinities, NaN and
-the largest numbers pass through it as they do through float32.
+or a sum is lost. A split loses the low bits of numbers below 2^-110; infinities, NaN and the
+largest numbers pass through it as they do through float32.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from bedstone.backends.cpu import cost
-from bedstone.backends.cpu.convolution import matrix_gradient, matrix_product
+from bedstone.backends.cpu.convolution import matrix_gradient, matrix_product, matrix_rows
 from bedstone.backends.cpu.convolution.matrix_gradient import MatrixGradient
-from bedstone.backends.cpu.convolution.matrix_product import MatrixProduct
+from bedstone.backends.cpu.convolution.matrix_product import MatrixProduct, pieces_of
+from bedstone.backends.cpu.convolution.matrix_rows import MatrixRows
 from bedstone.backends.cpu.kernel import CompiledKernel, compiled, compiled_in_halves
 from bedstone.backends.cpu.target import Target, matrix_unit_refusal
 from bedstone.plan.algorithm import Algorithm
@@ -28,17 +29,16 @@ from bedstone.spec.convolution import ConvolutionProblem
 from bedstone.spec.dtypes import DType
 from bedstone.spec.problem import Problem
 
-# bfloat16 numbers that stand for an operand, by math mode.
-PIECES = {"bf16x3": 2, "bf16x6": 3}
 
-
-def pieces_of(problem: ConvolutionProblem) -> int:
-    """How many bfloat16 numbers stand for an operand; 0 if the problem asks for other products."""
+def kernel_of(problem: ConvolutionProblem, target: Target) -> tuple[Any, float]:
+    """The emitter that does the problem with the least work, and the work: flops of the peak
+    float32 rate."""
+    if problem.direction == "backward_filter":
+        return MatrixGradient, matrix_gradient.work(problem, target)
+    ways: list[tuple[Any, float]] = [(MatrixProduct, matrix_product.work(problem, target))]
     if problem.x.dtype == DType.bfloat16:
-        return 1
-    if problem.x.dtype == DType.float32 and problem.direction != "backward_filter":
-        return PIECES.get(problem.math, 0)
-    return 0
+        ways.append((MatrixRows, matrix_rows.work(problem, target)))
+    return min(ways, key=lambda way: way[1])
 
 
 class MatrixImplicitGemm(Algorithm):
@@ -66,31 +66,20 @@ class MatrixImplicitGemm(Algorithm):
     def estimate(self, problem: Problem, device: Device) -> float:
         if not isinstance(problem, ConvolutionProblem):
             return float("inf")
-        return cost.seconds(self._work(problem), problem.bytes, "float32", phases=2)
-
-    def _work(self, problem: ConvolutionProblem) -> float:
-        target = Target.current()
-        if problem.direction == "backward_filter":
-            return matrix_gradient.work(problem, target)
-        return matrix_product.work(problem, pieces_of(problem), target)
+        _, flops = kernel_of(problem, Target.current())
+        return cost.seconds(flops, problem.bytes, "float32", phases=2)
 
     def build(self, problem: Problem, device: Device) -> CompiledKernel:
         if not isinstance(problem, ConvolutionProblem):
             raise TypeError(f"{self.name} was asked to build {problem}")
-        target, pointers = Target.current(), len(problem.operands)
+        target = Target.current()
+        emitter, _ = kernel_of(problem, target)
+        description, pointers = emitter.describe(problem, target), len(problem.operands)
+        key = f"{self.name} {emitter.__name__} {problem} {description}"
         if problem.direction == "backward_filter":
-            description = MatrixGradient.describe(problem, target)
             return compiled(
-                f"{self.name} {problem} {description}",
-                lambda target: MatrixGradient(problem, target).emit(),
-                pointers,
-                description,
+                key, lambda target: emitter(problem, target).emit(), pointers, description
             )
-        pieces = pieces_of(problem)
-        description = MatrixProduct.describe_tiles(problem, pieces, target)
         return compiled_in_halves(
-            f"{self.name} {problem} {description}",
-            lambda target: MatrixProduct(problem, target, pieces),
-            pointers,
-            description,
+            key, lambda target: emitter(problem, target), pointers, description
         )

@@ -35,11 +35,25 @@ from bedstone.backends.cpu.matrix_unit import PRODUCTS, SIDE, MatrixTile
 from bedstone.backends.cpu.target import Target
 from bedstone.backends.cpu.values import IntLike
 from bedstone.spec.convolution import ConvolutionProblem
+from bedstone.spec.dtypes import DType
 
 DEPTH = 512  # products summed in a tile before they are added to the sums in memory
 # Flops of the peak float32 rate: per element of a patch whose neighbours are neighbours in the
 # image, of one that is gathered, of the filter, and of the output.
 PACK_FLOPS, GATHER_FLOPS, FILTER_FLOPS, FINISH_FLOPS = 40.0, 250.0, 100.0, 60.0
+
+
+# bfloat16 numbers that stand for an operand in float32, by math mode.
+PIECES = {"bf16x3": 2, "bf16x6": 3}
+
+
+def pieces_of(problem: ConvolutionProblem) -> int:
+    """How many bfloat16 numbers stand for an operand; 0 if the problem asks for other products."""
+    if problem.x.dtype == DType.bfloat16:
+        return 1
+    if problem.x.dtype == DType.float32 and problem.direction != "backward_filter":
+        return PIECES.get(problem.math, 0)
+    return 0
 
 
 def blocking(g: Geometry, dtype: str, pieces: int, target: Target) -> Blocking:
@@ -76,10 +90,10 @@ def blocking(g: Geometry, dtype: str, pieces: int, target: Target) -> Blocking:
     )  # fmt: skip
 
 
-def work(problem: ConvolutionProblem, pieces: int, target: Target) -> float:
+def work(problem: ConvolutionProblem, target: Target) -> float:
     """Flops of the peak float32 rate that the kernel spends."""
     g = geometry(problem)
-    item = problem.x.dtype.itemsize
+    item, pieces = problem.x.dtype.itemsize, pieces_of(problem)
     plan = blocking(g, str(problem.x.dtype), pieces, target)
     pixels, outer = plan.pixel_panels * SIDE, plan.filter_panels * SIDE
     depth = sum(len(phase.taps) for phase in g.phases) * g.inner.size * g.groups
@@ -94,17 +108,18 @@ def work(problem: ConvolutionProblem, pieces: int, target: Target) -> float:
 class MatrixProduct(ImageProduct):
     """Emits the kernel."""
 
-    def __init__(self, problem: ConvolutionProblem, target: Target, pieces: int) -> None:
-        self.pieces = pieces
+    def __init__(self, problem: ConvolutionProblem, target: Target) -> None:
+        pieces = self.pieces = pieces_of(problem)
         super().__init__(problem, target)
         self.tile: MatrixTile = self.plan.tile  # type: ignore[assignment]
         self.source_dtype = "int16" if pieces == 1 else self.dtype
         self.panel_scratch = self.filter_scratch = self.tile.raw_bytes
 
     @staticmethod
-    def describe_tiles(problem: ConvolutionProblem, pieces: int, target: Target) -> str:
+    def describe(problem: ConvolutionProblem, target: Target) -> str:
         """One line for explain()."""
-        plan = blocking(geometry(problem), str(problem.x.dtype), pieces, target)
+        dtype = str(problem.x.dtype)
+        plan = blocking(geometry(problem), dtype, pieces_of(problem), target)
         along = "pixels" if plan.lanes_are_pixels else "channels"
         return (
             f"gathers patches; tiles of {SIDE} x {SIDE}, rows of sums along {along}; {plan.chunks} "

@@ -39,13 +39,15 @@ class RowProduct(FilterKernel):
         self.problem = problem
         self.k = KernelBuilder(target)
         self.phases = [
-            _Phase(self.k, problem, v, f"tile{number}x")
-            for number, v in enumerate(found)
-            if not v.empty
+            self.phase(v, f"tile{number}x") for number, v in enumerate(found) if not v.empty
         ]
         self.untouched = [v for v in found if v.empty]
         self.part_bytes = max((phase.part_bytes for phase in self.phases), default=0)
         self.packed_bytes = sum(phase.parts for phase in self.phases) * self.part_bytes
+
+    def phase(self, v: View, name: str) -> Any:
+        """What emits the pixels of one phase."""
+        return _Phase(self.k, self.problem, v, name)
 
     @staticmethod
     def describe(problem: ConvolutionProblem, target: Target) -> str:
