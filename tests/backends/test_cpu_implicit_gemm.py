@@ -33,6 +33,7 @@ SHAPES_TRIED = (
     "n40c4h4k5r2",  # vectors over several rows and images
     "n2c300h5k9r1",  # several chunks of depth
     "n1c2d5h6w7k20t3r2s3p1uh2",
+    "n1c20h3k30r3",  # one pixel
 )
 
 

@@ -67,7 +67,7 @@ def test_a_refusal_of_the_system_is_a_reason():
 
 def test_what_has_no_matrix_unit_says_so(monkeypatch):
     monkeypatch.setattr(targets, "request_matrix_unit", lambda libc: "refused")
-    flags = {"amx-tile": True, "amx-bf16": True}
+    flags = {"amx-tile": True, "amx-bf16": True, "avx512bf16": True}
     monkeypatch.setattr(targets.llvm, "get_host_cpu_features", lambda: flags)
     expected = "refused" if targets.sys.platform.startswith("linux") else "not used"
     assert expected in targets.matrix_unit_refusal.__wrapped__()

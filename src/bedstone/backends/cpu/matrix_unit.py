@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from bedstone.backends.cpu.builder import Int, Job, KernelBuilder
-from bedstone.backends.cpu.irtypes import I8, I32, I64, VOID
+from bedstone.backends.cpu.irtypes import I8, I16, I32, I64, VOID
 from bedstone.backends.cpu.microkernels import TILE, Tile
 from bedstone.backends.cpu.values import Float, IntLike
 
@@ -179,6 +179,20 @@ def emit_matrix_tile(k: KernelBuilder, tile: MatrixTile, name: str = TILE) -> No
                 PRODUCTS[tile.pieces], tile.plane_bytes,
             )  # fmt: skip
         store_sums(k, c, c_pitch)
+
+
+class _BFloat(ir.Type):
+    """LLVM's own type of the numbers, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+def rounded(k: KernelBuilder, low: Float, high: Float) -> Int:
+    """Two vectors of LANES float32 as SIDE bfloat16 bit patterns; subnormal numbers become 0."""
+    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+    raw = k.external(name, ir.VectorType(_BFloat(), SIDE), high.ir, low.ir)
+    return Int(k, k.ir.bitcast(raw, ir.VectorType(I16, SIDE)))
 
 
 # Operands -----------------------------------------------------------------------------------

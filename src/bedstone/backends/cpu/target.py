@@ -152,7 +152,7 @@ def matrix_unit_refusal() -> str | None:
     """
     initialize_llvm()
     flags = llvm.get_host_cpu_features()
-    if not all(flags.get(f) for f in ("amx-tile", "amx-bf16")):
+    if not all(flags.get(f) for f in ("amx-tile", "amx-bf16", "avx512bf16")):
         return "this processor has no matrix unit for bfloat16 (AMX)"
     if not sys.platform.startswith("linux"):
         return f"the matrix unit (AMX) is not used on {sys.platform}"

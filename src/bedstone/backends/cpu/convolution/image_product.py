@@ -439,7 +439,7 @@ class ImageProduct(FilterKernel):
                         filter_panel = self._packed_panel(packed, pair, f, number)
                     operands = (filter_panel, pixel_panel)
                     a, b = operands if plan.lanes_are_pixels else operands[::-1]
-                    if plan.lanes_are_pixels and g.axes[-1].out == self.item:
+                    if plan.lanes_are_pixels and g.axes and g.axes[-1].out == self.item:
                         with k.if_(self._is_last(number)):
                             self._fetch_out(result, (first + p) * plan.pixel_width, outer)
                     k.call(TILE, a, b, sum_at, chunk.depth, number)

@@ -418,15 +418,13 @@ class MatrixPhase:
         k, plan, v = self.k, self.plan, self.view
         with k.function(f"{self.name}finish", *[I64] * 7, F64, F64) as arguments:
             sums, out, bias, pixel, done, end, left, alpha, beta = arguments
-            masks: list[Any] = [None, None]
-            if v.outer % SIDE:
-                masks = [k.first_lanes(left - j * LANES, LANES) for j in range(2)]
-            epilogue = self.problem.epilogue
+            epilogue, whole = self.problem.epilogue, v.outer % SIDE == 0
+            mask = None if whole else k.first_lanes(left, SIDE)
+            masks = [None if whole else k.first_lanes(left - j, LANES) for j in (0, LANES)]
             added = [
                 k.load(bias, "bfloat16", LANES, j * LANES * ITEM, masks[j])
-                if epilogue.bias
-                else None
                 for j in range(2)
+                if epilogue.bias
             ]
             scale = k.cast(alpha, k.constant(0.0, "float32", LANES))
             factor = k.cast(beta, scale)
@@ -440,17 +438,17 @@ class MatrixPhase:
                     to = out + row * v.out[1] + column * v.out[2]
                     exists = True if plan.in_place else column < v.columns.pixels
                     with k.if_(exists):
+                        values = []
                         for j in range(2):
-                            at = j * LANES * ITEM
                             value = k.load(sums + m * SUM_ROW, "float32", LANES, j * LANES * 4)
                             value = value * scale
                             if blend:
-                                old = k.load(to, "bfloat16", LANES, at, masks[j])
+                                old = k.load(to, "bfloat16", LANES, j * LANES * ITEM, masks[j])
                                 value = k.fma(old, factor, value)
                             if epilogue.bias:
                                 value = value + added[j]
-                            value = emit_epilogue(k, epilogue, value)
-                            k.store(value, to, "bfloat16", at, masks[j])
+                            values.append(emit_epilogue(k, epilogue, value))
+                        k.store(matrix_unit.rounded(k, *values), to, "int16", mask=mask)
 
             with k.if_else(beta.eq(0.0)) as (write, add):
                 with write:
