@@ -18,6 +18,7 @@ from bedstone.backends.cpu.irtypes import I32, I64, itemsize
 from bedstone.backends.cpu.values import Float, Int, IntLike, Mask, MaskLike
 
 MAX_RUNS = 4  # masked loads of more runs cost what a gather does
+MAX_RUNS_16_BITS = 8  # for which no processor has a gather
 INT32_MAX = 2**31 - 1
 
 
@@ -93,7 +94,8 @@ class Lanes:
         runs = 1 if len(self.spans) == 1 else 1 + -(-(lanes - 1) // inner.size)
         # Elements from one lane to the next where a run is read by whole vectors, else 0.
         self.step = inner.stride // item if inner.stride in (item, 2 * item) else 0
-        self.step = self.step if runs <= MAX_RUNS else 0
+        most = MAX_RUNS_16_BITS if item == 2 else MAX_RUNS
+        self.step = self.step if runs <= most else 0
         self.whole: MaskLike = self.step > 0 and runs == 1
         if self.step:
             self._make_runs(runs)

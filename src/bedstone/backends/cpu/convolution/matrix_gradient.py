@@ -43,8 +43,8 @@ from bedstone.backends.cpu.values import IntLike
 from bedstone.spec.convolution import ConvolutionProblem
 
 DEPTH = 512  # pixels summed in a tile before they are added to the sums in memory
-# Flops of the peak float32 rate, per element of a patch or dy, and of dw.
-PACK_FLOPS, FINISH_FLOPS = 60.0, 200.0
+# Flops of the peak float32 rate: per element of a patch or dy, neighbours and gathered; of dw.
+PACK_FLOPS, GATHER_FLOPS, FINISH_FLOPS = 45.0, 250.0, 200.0
 
 
 def blocking(g: Geometry, dtype: str, target: Target) -> Blocking:
@@ -87,7 +87,11 @@ def work(problem: ConvolutionProblem, target: Target) -> float:
     g = geometry(problem)
     plan = blocking(g, str(problem.x.dtype), target)
     rows, columns = plan.row_panels * SIDE, plan.column_panels * SIDE
-    a_pixel = 2.0 * rows * columns / MATRIX_RATE + PACK_FLOPS * (rows + columns)
+    item = problem.x.dtype.itemsize
+    packing = PACK_FLOPS
+    if plan.lanes_are_pixels and not (g.axes and g.axes[-1].image in (item, 2 * item)):
+        packing = GATHER_FLOPS
+    a_pixel = 2.0 * rows * columns / MATRIX_RATE + packing * (rows + columns)
     return plan.blocks * g.groups * (g.pixels * a_pixel + rows * columns * FINISH_FLOPS)
 
 

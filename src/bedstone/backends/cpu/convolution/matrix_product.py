@@ -39,10 +39,10 @@ from bedstone.spec.dtypes import DType
 
 DEPTH = 512  # products summed in a tile before they are added to the sums in memory
 # Flops of the peak float32 rate: per element of a patch whose neighbours are neighbours in the
-# image, of one that is gathered, of the filter, and of the output.
-PACK_FLOPS, GATHER_FLOPS, FILTER_FLOPS, FINISH_FLOPS = 40.0, 250.0, 100.0, 60.0
-
-
+# image, along channels and along pixels; every second one; gathered; to split it. Of the filter,
+# of the output.
+CHANNEL_FLOPS, PIXEL_FLOPS, SECOND_FLOPS, GATHER_FLOPS = 40.0, 15.0, 60.0, 250.0
+SPLIT_FLOPS, FILTER_FLOPS, FINISH_FLOPS = 150.0, 100.0, 60.0
 # bfloat16 numbers that stand for an operand in float32, by math mode.
 PIECES = {"bf16x3": 2, "bf16x6": 3}
 
@@ -97,12 +97,19 @@ def work(problem: ConvolutionProblem, target: Target) -> float:
     plan = blocking(g, str(problem.x.dtype), pieces, target)
     pixels, outer = plan.pixel_panels * SIDE, plan.filter_panels * SIDE
     depth = sum(len(phase.taps) for phase in g.phases) * g.inner.size * g.groups
-    step = g.axes[-1].image if plan.lanes_are_pixels and g.axes else g.inner.tensor
     passes = -(-plan.filter_panels // plan.split)
-    packing = pixels * passes * (PACK_FLOPS if step == item else GATHER_FLOPS)
+    packing = pixels * passes * (_pack_flops(g, plan, item) + SPLIT_FLOPS * (pieces > 1))
     products = 2.0 * pixels * outer * len(PRODUCTS[pieces]) / MATRIX_RATE
     stores = len(g.phases) * g.groups * pixels * outer * plan.chunks * FINISH_FLOPS
     return depth * (products + packing + outer * FILTER_FLOPS) + stores
+
+
+def _pack_flops(g: Geometry, plan: Blocking, item: int) -> float:
+    """Of an element of a patch."""
+    if not plan.lanes_are_pixels:
+        return CHANNEL_FLOPS
+    step = g.axes[-1].image if g.axes else 0
+    return {item: PIXEL_FLOPS, 2 * item: SECOND_FLOPS}.get(step, GATHER_FLOPS)
 
 
 class MatrixProduct(ImageProduct):
