@@ -58,7 +58,19 @@ n2c64d6h9w10k64t3p1 layout=NHWC
 n2c64d6h9w10k64t3p1u2 layout=NHWC
 n2c64h12k64r3p1 layout=NHWC mode=convolution
 n2c64h9k64r9p4 layout=NHWC
+n4c64h14k64r3p1g16 layout=NHWC
+n9c128h13k128r3p1g32 layout=NHWC
+n4c64h15k64r3p1u2g8 layout=NHWC
+n3c128h16k128r3g4 layout=NHWC mode=convolution
+n2c64h17k64r3p2l2g2 layout=NHWC
+n2c64h20k128r1g8 layout=NHWC
+n3c32h9w12k32r3s2p1g8 layout=NHWC
+n2c64d3h9w10k64t1r3p1pd0g16 layout=NHWC
 n16c64h14k64r3p1
+n8c64h12k64r3p1g16
+n3c72h12k136r1
+n2c256h28k64r1
+n1c64h16k24r1
 n3c72h13k136r3p1
 n4c64h15k64r3p1u2
 n4c128h12k64r1
@@ -105,6 +117,8 @@ def check_problems():
     for epilogue in EPILOGUES:
         for dtype in ("bfloat16", "float32"):
             yield problem_of("n9c72h13k136r3p1 layout=NHWC", "forward", dtype, epilogue)
+        yield problem_of("n3c72h12k136r1", "forward", "bfloat16", epilogue)
+        yield problem_of("n9c128h13k128r3p1g32 layout=NHWC", "forward", "bfloat16", epilogue)
 
 
 def layer_problems(layers, layouts, dtypes):
@@ -335,7 +349,9 @@ RANGES = {  # how values are made from normal ones: what float16 splitting must 
 }
 RANGE_SHAPES = ("n4c128h14k192r3p1", "n9c64h13k64r3p1", "n4c192h15k128r3p1u2", "n4c64h14k128r3")
 # Algorithms that keep float32's accuracy and range.
-CAREFUL = ("f16x3", "f16x3_split")
+CAREFUL = ("f16x3", "f16x3_split", "bf16x6_split")
+# Groups side by side in a tile: an infinity or NaN of one must not reach the others.
+MIXED_SHAPES = ("n3c64h13k64r3g16", "n2c128h12k128r3u2g32", "n2c64h13k64r3p1g8")
 EVEN_FILLS = ("huge", "tiny", "denormal", "inf", "nan")  # in one operand at a time
 
 
@@ -375,6 +391,34 @@ def check_range(bench, problem, algorithm, what):
             torch.cuda.synchronize()
             rows.append((f"{what} {direction} {fill} {'+'.join(where)}",
                          verdict(bench, problem, out, exact, terms)))  # fmt: skip
+    return rows
+
+
+def check_mixed(bench):
+    """Infinities and NaN in the image of narrow groups: [(case, verdict)]."""
+    rows = []
+    for shape, direction, dtype in itertools.product(MIXED_SHAPES, DIRECTIONS, HALVES):
+        problem = problem_of(shape, direction, dtype, "layout=NHWC")
+        for algorithm in takers(problem, bench.device):
+            if bench.options.algorithms not in algorithm.name:
+                continue
+            kernel = algorithm.build(problem, bench.device)
+            for fill in ("inf", "nan"):
+                image = next(o.name for o in problem.inputs if o.name != "w")
+                arrays = bench.inputs(problem, {image: RANGES[fill]})
+                exact, terms = bench.reference(problem, arrays)
+                _, out = bench.guarded(problem.outputs[0].desc)
+                bench.call(kernel, problem, algorithm, {**arrays, problem.outputs[0].name: out})
+                finite = bench.torch.isfinite(exact)
+                same = bench.torch.equal(
+                    out.float()[~finite].nan_to_num(nan=1.0),
+                    exact.float()[~finite].nan_to_num(nan=1.0),
+                )
+                keep = (out[finite], exact[finite], terms[finite])
+                found = None if same else "other infinities or NaN"
+                if found is None and compare(bench, problem, *keep)[1]:
+                    found = "wrong beside infinities or NaN"
+                rows.append((f"{algorithm.name} {shape} {direction} {dtype} {fill}", found))
     return rows
 
 
@@ -426,6 +470,7 @@ def check(bench):
     for key, count in done.items():
         print(f"{count:4d} {key}: worst error {worst[key]:.3g} units")
     ranges = check_ranges(bench)
+    ranges += check_mixed(bench)
     print(f"{len(ranges)} range cases, {sum(v is not None for _, v in ranges)} wrong")
     wrong += [f"range {case}: {v}" for case, v in ranges if v]
     print(f"{sum(done.values())} checks, {len(wrong)} failures in all", flush=True)

@@ -15,6 +15,7 @@ from bedstone.backends.gluon.convolution import (
     tiles,
 )
 from bedstone.backends.gluon.convolution import implicit_gemm_ws as ws
+from bedstone.backends.gluon.convolution.side import sides
 from bedstone.backends.triton import compile, launch, runtime
 from bedstone.backends.triton.convolution.geometry import Axis
 from bedstone.plan import config
@@ -62,6 +63,11 @@ def reports(algorithm, line):
         ("implicit_gemm_ws_split", "backward_filter n64c128h28k128r3p1 bfloat16 layout=NHWC"),
         ("implicit_gemm_halo", "backward_filter n64c128h28k128r3p1 float16 layout=NHWC"),
         ("implicit_gemm_halo", "backward_filter n64c128h7k128r3p1 bfloat16 layout=NHWC"),
+        ("implicit_gemm_halo", "backward_filter n32c128h28k128r3p1g32 bfloat16 layout=NHWC"),
+        ("implicit_gemm_ws_split", "backward_filter n8c64h28k64r3p1u2g8 float16 layout=NHWC"),
+        ("implicit_gemm_planar", "forward n50c256h28k512r1 bfloat16 bias activation=relu"),
+        ("implicit_gemm_planar", "backward_data n50c64h56k64r1 float16"),
+        ("implicit_gemm_planar", "backward_filter n50c128h28k512r1 bfloat16"),
     ],
 )
 def test_the_main_kernel_uses_the_matrix_and_copy_units_and_does_not_spill(algorithm, line):
@@ -94,6 +100,50 @@ def test_the_float32_gradient_by_filter_keeps_its_main_loop_in_registers(channel
     assert not fast.spilled_bytes and not fast.warnings
     for name in ("channel_range", "split_image", "filter_f16x3_sum", "filter_careful"):
         assert not found[f"convolution_{name}_kernel"].spilled_bytes
+
+
+@pytest.mark.parametrize(
+    "algorithm, products, more",
+    [("implicit_gemm_bf16x6_split", 6, ""), ("implicit_gemm_bf16x3_split", 3, " math=tf32")],
+)
+@pytest.mark.parametrize("filters", [64, 128])
+def test_bfloat16_parts_are_made_on_the_way_to_the_matrix_units(algorithm, products, more, filters):
+    line = f"backward_filter n50c256h28k{filters}r1 float32 layout=NHWC{more}"
+    found = dict(reports(algorithm, line))
+    main = found["convolution_filter_parts_kernel"]
+    steps = 2  # of 16 pixels
+    assert main.count(r"wgmma\.mma_async[^\n]*bf16\.bf16") == products * steps * (filters // 64)
+    assert main.spilled_bytes <= SPILL_LIMIT and not main.warnings
+    assert list(found) == ["convolution_filter_parts_kernel", "convolution_filter_sum_kernel"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "forward n32c128h56k128r3p1g32 bfloat16 layout=NHWC",
+        "backward_data n32c256h56k256r3p1u2g32 float16 layout=NHWC",
+        "forward n32c128h56k128r3p1g32 float32 layout=NHWC math=tf32",
+        "backward_data n8c64d8h9k64t3p1g16 float32 layout=NHWC math=tf32",
+    ],
+)
+def test_narrow_groups_lie_side_by_side(line):
+    ((_, main),) = reports("implicit_gemm_grouped", line)
+    assert main.count(WGMMA) == 8  # 128 bytes of channels, two consumers
+    assert main.shared <= tiles.SHARED_BYTES and not main.warnings
+    assert main.spilled_bytes <= 3 * SPILL_LIMIT  # where a tile is computed again
+    assert BY_NAME["implicit_gemm_grouped"].workspace(problem(line), DEVICE) == 0
+
+
+@pytest.mark.parametrize(
+    "line, side",
+    [
+        ("n1c128h9k128r3g32", 16), ("n1c256h9k256r3g32", 8), ("n1c1024h9k1024r3g32", 2),
+        ("n1c2048h9k2048r3g32", 1), ("n1c24h9k24r3g3", 3), ("n1c64h9k64r3", 1),
+        ("n1c40h9k80r3g5", 5), ("n1c144h9k144r3g3", 1),
+    ],
+)  # fmt: skip
+def test_groups_side_by_side_fill_a_tile(line, side):
+    assert sides(problem(f"backward_filter {line} float16")) == side
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward_data", "backward_filter"])
@@ -152,10 +202,24 @@ def test_one_binary_serves_patches_of_every_shape():
         ),
         ("implicit_gemm_f16x3_split", "forward n1c64h9k64r3 float32 layout=NHWC", "filter"),
         ("implicit_gemm_transformed", "forward n1c64h9k64r3 float16 layout=NHWC", "already"),
+        ("implicit_gemm_planar", "forward n1c64h8k64r1 float16 layout=NHWC", "not adjacent"),
+        ("implicit_gemm_planar", "forward n1c64h7k64r1 float16", "multiples of 8"),
+        ("implicit_gemm_planar", "backward_filter n1c64h8k64r1u2 float16", "unit strides"),
+        ("implicit_gemm_grouped", "forward n1c64h8k64r3g1 float16 layout=NHWC", "two groups"),
+        ("implicit_gemm_grouped", "forward n1c64h8k128r3g8 float16 layout=NHWC", None),
+        ("implicit_gemm_grouped", "backward_data n1c64h8k128r3g8 float16 layout=NHWC", "side by"),
+        ("implicit_gemm_grouped", "forward n1c64h9k64r7g8 float16 layout=NHWC", "49 taps"),
+        ("implicit_gemm_grouped", "forward n1c64h9k64r3g8 float32 layout=NHWC", "tf32"),
+        (
+            "implicit_gemm_bf16x3_split",
+            "backward_filter n1c64h9k64r1 float32 layout=NHWC",
+            "tf32",
+        ),
     ],
 )
 def test_refusals_say_why(algorithm, line, reason):
-    assert reason in BY_NAME[algorithm].supports(problem(line), DEVICE)
+    found = BY_NAME[algorithm].supports(problem(line), DEVICE)
+    assert found is None if reason is None else reason in found
 
 
 def test_other_chips_are_refused():

@@ -16,9 +16,9 @@ from bedstone.backends.gluon.convolution.filter_gradient import (
     FilterGradient,
     FilterView,
     FilterWork,
-    choose_filter,
     dw_strides,
     filter_view,
+    geometry_arguments,
 )
 from bedstone.backends.gluon.convolution.images import Image, image_map
 from bedstone.backends.gluon.convolution.implicit_gemm_ws import (
@@ -104,13 +104,6 @@ class FilterF16x3(FilterGradient):
             asked = problem.math  # type: ignore[attr-defined]
             reason = f'takes math {" and ".join(self.math)}; the problem asks for "{asked}"'
         return reason
-
-    def choice(self, problem: ConvolutionProblem, device: Device) -> FilterChoice:
-        """Tile, patch and cut."""
-        return choose_filter(problem, multiprocessors(device), True, self.table)
-
-    def work(self, problem: ConvolutionProblem, device: Device) -> FilterWork:
-        return self.choice(problem, device).work
 
     def workspace(self, problem: Problem, device: Device) -> int:
         if not isinstance(problem, ConvolutionProblem):
@@ -248,7 +241,7 @@ def main_launch(
         "channel_tiles": launch.Scalar(-(-geo.channels // tile.bk)),
         "patches": Integers(patch.tiles),
         "box": Integers(patch.box),
-        **geometry_arguments(view, ("taps", "pad", "stride", "dilation")),
+        **geometry_arguments(view.geo, ("taps", "pad", "stride", "dilation")),
         "filters": launch.Scalar(geo.filters),
         "channels": launch.Scalar(geo.channels),
     }
@@ -260,12 +253,6 @@ def main_launch(
         device, convolution_filter_f16x3_kernel, (work.programs,), arguments, constants,
         overlaps=True, num_warps=WARPS,
     )  # fmt: skip
-
-
-def geometry_arguments(view: FilterView, names: tuple[str, ...]) -> dict[str, launch.Argument]:
-    """The window's numbers, one a spatial axis, under these names."""
-    fields = {"taps": "taps", "window": "taps", "pad": "pad", "stride": "u", "dilation": "dil"}
-    return {name: Integers(per_axis(view.geo, fields[name])) for name in names}
 
 
 def dw_arguments(
@@ -339,7 +326,7 @@ def careful_launch(
         "out": Integers(view.dy.dims[:4]),
         "x_strides": Integers(view.x.strides[:4], "i64"),
         "dy_strides": Integers(view.dy.strides[:4], "i64"),
-        **geometry_arguments(view, ("window", "pad", "stride", "dilation")),
+        **geometry_arguments(view.geo, ("window", "pad", "stride", "dilation")),
         **dw_arguments(problem, view, choice),
     }
     constants = {

@@ -27,6 +27,7 @@ from bedstone.backends.gluon.convolution.implicit_gemm_ws import (
     step_seconds,
 )
 from bedstone.backends.gluon.convolution.patches import Patch, choose_patch
+from bedstone.backends.gluon.convolution.side import side_by_side, sides
 from bedstone.backends.triton import launch
 from bedstone.backends.triton.convolution.geometry import Axis, Geometry, geometry_of, word
 from bedstone.plan.algorithm import Algorithm, Kernel
@@ -56,9 +57,9 @@ class FilterView:
     flip: bool
 
 
-def filter_view(problem: ConvolutionProblem) -> FilterView:
-    """The view; the pixels of a 1x1 convolution are one row."""
-    geo = geometry_of(problem)
+def filter_view(problem: ConvolutionProblem, side: int = 1) -> FilterView:
+    """The view; the pixels of a 1x1 convolution are one row, `side` groups one group."""
+    geo = side_by_side(geometry_of(problem), side)
     x, dy = image_of(problem.x), image_of(problem.y)
     flip = problem.conv.mode == "convolution"
     if all(a.taps == a.u == 1 and a.out == a.size and a.pad == 0 for a in geo.axes):
@@ -90,6 +91,8 @@ class FilterWork:
     tiles, steps    tiles of dw and the steps of each
     programs        runs into which tiles * steps is cut
     block           floats of a slot, `parts` blocks of rows x columns
+    side            groups that a tile takes side by side; what it computes of a filter of one and
+                    a channel of another is not kept
     """
 
     tiles: int
@@ -99,6 +102,7 @@ class FilterWork:
     columns: int
     parts: int
     seconds: float
+    side: int = 1
 
     @property
     def workspace(self) -> int:
@@ -143,10 +147,10 @@ class FilterChoice:
 
 
 def filter_choice(
-    problem: ConvolutionProblem, tile: tiles.Tile, processors: int, split: bool
+    problem: ConvolutionProblem, tile: tiles.Tile, processors: int, split: bool, side: int = 1
 ) -> FilterChoice:
     """The patch and the cut for a tile."""
-    geo = filter_view(problem).geo
+    geo = filter_view(problem, side).geo
     patch = filter_patch(geo, tile.bc)
     count = geo.groups * geo.taps * -(-geo.filters // tile.bm) * -(-geo.channels // tile.bk)
     programs = runs_for(count, patch.count, processors) if split else count
@@ -155,19 +159,17 @@ def filter_choice(
     traffic = part_bytes(count, programs, tile.bm * tile.bk) if split else 0.0
     step = step_seconds(tile, processors)
     seconds = work_seconds(steps, step, tile.tail * rounds, traffic)
-    work = FilterWork(count, patch.count, programs, tile.bm, tile.bk, 1, seconds)
+    work = FilterWork(count, patch.count, programs, tile.bm, tile.bk, 1, seconds, side)
     return FilterChoice(tile, patch, work)
 
 
 @functools.lru_cache(maxsize=1024)
 def choose_filter(
     problem: ConvolutionProblem, processors: int, split: bool,
-    table: tuple[tiles.Tile, ...] | None = None,
+    table: tuple[tiles.Tile, ...], side: int = 1,
 ) -> FilterChoice:  # fmt: skip
     """The tile of the least modelled time."""
-    if table is None:
-        table = tiles.FILTER_HALF if split else tiles.FILTER_HALF_WHOLE
-    choices = [filter_choice(problem, tile, processors, split) for tile in table]
+    choices = [filter_choice(problem, tile, processors, split, side) for tile in table]
     return min(choices, key=lambda choice: choice.work.seconds)
 
 
@@ -183,9 +185,16 @@ class FilterGradient(Algorithm):
 
     split = True
     dtypes: tuple[DType, ...] = HALVES
+    table: tuple[tiles.Tile, ...] = tiles.FILTER_HALF
+    merges = False  # takes narrow groups side by side
+
+    def side(self, problem: ConvolutionProblem) -> int:
+        """Groups that a tile takes side by side."""
+        return sides(problem) if self.merges else 1
 
     def supports(self, problem: Problem, device: Device) -> str | None:
-        reason = declines(problem, device, self.dtypes)
+        side = self.side(problem) if isinstance(problem, ConvolutionProblem) else 1
+        reason = declines(problem, device, self.dtypes, side)
         if reason is not None or not isinstance(problem, ConvolutionProblem):
             return reason
         if problem.direction != "backward_filter":
@@ -202,7 +211,12 @@ class FilterGradient(Algorithm):
 
     def work(self, problem: ConvolutionProblem, device: Device) -> FilterWork:
         """How the problem is cut."""
-        return choose_filter(problem, multiprocessors(device), self.split).work
+        return self.choice(problem, device).work
+
+    def choice(self, problem: ConvolutionProblem, device: Device) -> FilterChoice:
+        """Tile, patch and cut."""
+        side = self.side(problem)
+        return choose_filter(problem, multiprocessors(device), self.split, self.table, side)
 
     def workspace(self, problem: Problem, device: Device) -> int:
         if not self.split or not isinstance(problem, ConvolutionProblem):
@@ -219,14 +233,14 @@ class FilterGradient(Algorithm):
     def build(self, problem: Problem, device: Device) -> Kernel:
         if not isinstance(problem, ConvolutionProblem):
             raise TypeError(f"not a convolution: {problem}")
-        choice = choose_filter(problem, multiprocessors(device), self.split)
-        return filter_launch(problem, device, choice, self.split)
+        return filter_launch(problem, device, self.choice(problem, device), self.split)
 
 
 class FilterSplit(FilterGradient):
     """The general gradient by filter with its work cut evenly over the chip."""
 
     name = "gluon:implicit_gemm_ws_split"
+    merges = True
 
 
 class FilterWhole(FilterGradient):
@@ -234,6 +248,7 @@ class FilterWhole(FilterGradient):
 
     name = "gluon:implicit_gemm_ws"
     split = False
+    table = tiles.FILTER_HALF_WHOLE
 
 
 class ByDirection(Algorithm):
@@ -266,13 +281,20 @@ class ImplicitGemm(ByDirection):
     filters = FilterWhole()
 
 
+def geometry_arguments(geo: Geometry, names: tuple[str, ...]) -> dict[str, launch.Argument]:
+    """The window's numbers, one a spatial axis, under these names."""
+    fields = {"taps": "taps", "window": "taps", "pad": "pad", "stride": "u", "dilation": "dil"}
+    return {name: Integers(per_axis(geo, fields[name])) for name in names}
+
+
 def filter_launch(
     problem: ConvolutionProblem, device: Device, choice: FilterChoice, split: bool
 ) -> Kernel:
     """The general kernel and, if the work is split, the sum."""
     from bedstone.backends.gluon.convolution.filter_kernels import convolution_filter_ws_kernel
 
-    view, tile, patch, work = filter_view(problem), choice.tile, choice.patch, choice.work
+    tile, patch, work = choice.tile, choice.patch, choice.work
+    view = filter_view(problem, work.side)
     geo, strides = view.geo, dw_strides(problem)
     if strides is None:
         raise ValueError(f"the filter {problem.w} has no single axis of taps")
@@ -288,12 +310,7 @@ def filter_launch(
         "channel_tiles": launch.Scalar(-(-geo.channels // tile.bk)),
         "patches": Integers(patch.tiles),
         "box": Integers(patch.box),
-        **{
-            name: Integers(per_axis(geo, field))
-            for name, field in (
-                ("taps", "taps"), ("pad", "pad"), ("stride", "u"), ("dilation", "dil")
-            )
-        },
+        **geometry_arguments(geo, ("taps", "pad", "stride", "dilation")),
         "filters": launch.Scalar(geo.filters),
         "channels": launch.Scalar(geo.channels),
         "dw_strides": Integers(strides, "i64"),
@@ -340,7 +357,8 @@ def sum_launch(
         "flip": launch.Scalar(int(flip)),
     }
     constants: dict[str, Any] = {
-        "BK": work.rows, "BC": work.columns, "PARTS": work.parts, **sum_shape(work)
+        "BK": work.rows, "BC": work.columns, "PARTS": work.parts, "SIDE": work.side,
+        **sum_shape(work),
     }  # fmt: skip
     unit = dw_word(problem.x.dtype, strides, geo.channels)
     if unit > 1:

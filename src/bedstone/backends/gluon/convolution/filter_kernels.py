@@ -299,12 +299,13 @@ def convolution_filter_sum_kernel(
     cut, programs, filter_tiles, tap_groups, channel_tiles, taps,
     filters, channels, stride_k, stride_tap, stride_c, flip,
     BK: tl.constexpr, BC: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-    SLOTS: tl.constexpr,
+    SLOTS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """dw = alpha * (sum of a tile's slots, in the order of their programs) + beta * dw.
 
     One program adds BLOCK elements of one of a slot's PARTS blocks of BK x BC (taps that were
     computed together), SLOTS slots at once. `programs` is the grid of the kernel that wrote them.
+    SIDE groups lie side by side in a tile: of filters and channels only those of one group meet.
     """
     lead()
     follow()
@@ -329,6 +330,10 @@ def convolution_filter_sum_kernel(
     k = tile % filter_tiles * BK + o // BC
     g = tile // filter_tiles
     mask = (k < filters) & (c < channels) & (tap < taps)
+    if SIDE > 1:
+        own = channels // SIDE
+        mask &= k // (filters // SIDE) == c // own
+        c = c % own
     if flip:
         tap = taps - 1 - tap
     ptr = dw_ptr + (g * filters + k).to(tl.int64) * stride_k + c.to(tl.int64) * stride_c

@@ -18,6 +18,7 @@ from bedstone.backends.gluon.convolution.filter_gradient import (
 )
 from bedstone.backends.gluon.convolution.images import Image
 from bedstone.backends.gluon.convolution.implicit_gemm_ws import Guarded, multiprocessors
+from bedstone.backends.gluon.convolution.side import sides
 from bedstone.backends.triton import launch
 from bedstone.backends.triton.convolution.geometry import Axis
 from bedstone.plan.algorithm import Kernel
@@ -41,25 +42,27 @@ def choose_width(out: int) -> int:
 @functools.lru_cache(maxsize=1024)
 def halo_work(problem: ConvolutionProblem, processors: int) -> FilterWork:
     """How the problem is cut."""
-    geo = filter_view(problem).geo
+    side = sides(problem)
+    geo = filter_view(problem, side).geo
     _, h, w = geo.axes
     width = choose_width(w.out)
     across = -(-w.out // width)
     steps = -(-geo.images // IMAGES) * h.out * across
     row_tiles = -(-h.taps // ROWS)
-    count = row_tiles * -(-geo.filters // BLOCK) * -(-geo.channels // BLOCK)
+    count = geo.groups * row_tiles * -(-geo.filters // BLOCK) * -(-geo.channels // BLOCK)
     programs = runs_for(count, steps, processors)
     products = 2.0 * PARTS * BLOCK * BLOCK * IMAGES * width
     step = products / (tiles.HALO_RATE * 1e12 / processors)
     traffic = part_bytes(count, programs, PARTS * BLOCK * BLOCK)
     seconds = work_seconds(-(-count * steps // programs), step, tiles.HALO_TAIL, traffic)
-    return FilterWork(count, steps, programs, BLOCK, BLOCK, PARTS, seconds)
+    return FilterWork(count, steps, programs, BLOCK, BLOCK, PARTS, seconds, side)
 
 
 class FilterHalo(FilterGradient):
     """The gradient by filter that loads x once for three taps."""
 
     name = "gluon:implicit_gemm_halo"
+    merges = True
 
     def supports(self, problem: Problem, device: Device) -> str | None:
         reason = super().supports(problem, device)
@@ -70,8 +73,6 @@ class FilterHalo(FilterGradient):
             return f"windows are {WINDOW} wide, in two dimensions or fewer"
         if any(a.u != 1 or a.dil != 1 for a in geo.axes):
             return "unit strides and no dilation"
-        if geo.groups != 1:
-            return "one group"
         return None
 
     def work(self, problem: ConvolutionProblem, device: Device) -> FilterWork:
@@ -80,7 +81,8 @@ class FilterHalo(FilterGradient):
     def build(self, problem: Problem, device: Device) -> Kernel:
         if not isinstance(problem, ConvolutionProblem):
             raise TypeError(f"not a convolution: {problem}")
-        work, view = self.work(problem, device), filter_view(problem)
+        work = self.work(problem, device)
+        view = filter_view(problem, work.side)
         main = halo_launch(problem, device, work)
         taps = view.geo.taps
         total = sum_launch(problem, device, work, view.geo, taps, view.flip)
@@ -103,7 +105,7 @@ def halo_launch(
     """The kernel that writes the parts. `skip`: leave out rows in the padding."""
     from bedstone.backends.gluon.convolution.halo_kernels import convolution_filter_halo_kernel
 
-    view = filter_view(problem)
+    view = filter_view(problem, work.side)
     geo = view.geo
     _, h, w = geo.axes
     width = choose_width(w.out)
@@ -111,7 +113,8 @@ def halo_launch(
     # Then every column that a tap reads lies in the first box, or is padding.
     narrow = across == 1 and w.size + w.pad <= NARROW
     scalars = {
-        "channel_tiles": -(-geo.channels // BLOCK), "row_tiles": -(-h.taps // ROWS),
+        "filter_tiles": -(-geo.filters // BLOCK), "channel_tiles": -(-geo.channels // BLOCK),
+        "row_tiles": -(-h.taps // ROWS), "filters": geo.filters, "channels": geo.channels,
         "out_rows": h.out, "in_rows": h.size, "across": across, "pad_h": h.pad, "pad_w": w.pad,
     }  # fmt: skip
     arguments: dict[str, launch.Argument] = {

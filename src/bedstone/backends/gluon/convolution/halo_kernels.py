@@ -43,8 +43,8 @@ def atoms(bufs, atom, LENGTH: gl.constexpr):
 @gluon.jit
 def halo_producer(
     x_desc, dy_desc, dy_bufs, x_bufs, empty, full,
-    cut, channel_tiles, row_tiles, out_rows, across, width, pad_h, pad_w,
-    STAGES: gl.constexpr,
+    cut, filter_tiles, channel_tiles, row_tiles, filters, channels, out_rows, across, width,
+    pad_h, pad_w, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fills the ring: a row of dy and the three rows of x that the filter rows meet."""
     run = work_range(cut)
@@ -55,6 +55,9 @@ def halo_producer(
         rt = tile % row_tiles
         ct = tile // row_tiles % channel_tiles
         kt = tile // (row_tiles * channel_tiles)
+        g = kt // filter_tiles
+        k = g * filters + (kt - g * filter_tiles) * BLOCK
+        c = g * channels + ct * BLOCK
         for i in range(begin, end):
             p = i % out_rows
             w = i // out_rows % across * width
@@ -64,11 +67,11 @@ def halo_producer(
             mbarrier.expect(bar, dy_desc.block_type.nbytes + ROWS * x_desc.block_type.nbytes)
             dy = dy_bufs.index(stage * ATOMS)
             dy = dy._reinterpret(dy_desc.dtype, dy_desc.block_type.shape, dy_desc.layout)
-            tma.async_copy_global_to_shared(dy_desc, [p, w, n, kt * BLOCK], bar, dy)
+            tma.async_copy_global_to_shared(dy_desc, [p, w, n, k], bar, dy)
             for r in gl.static_range(ROWS):
                 x = x_bufs.index((stage * ROWS + r) * ATOMS)
                 x = x._reinterpret(x_desc.dtype, x_desc.block_type.shape, x_desc.layout)
-                at = [p + rt * ROWS + r - pad_h, w - pad_w, n, ct * BLOCK]
+                at = [p + rt * ROWS + r - pad_h, w - pad_w, n, c]
                 tma.async_copy_global_to_shared(x_desc, at, bar, x)
             stage, phase = advance(stage, phase, STAGES)
 
@@ -142,7 +145,8 @@ def halo_consumer(
 @gluon.jit
 def convolution_filter_halo_kernel(
     x_desc, dy_desc, part_ptr,
-    cut, channel_tiles, row_tiles, out_rows, in_rows, across, pad_h, pad_w,
+    cut, filter_tiles, channel_tiles, row_tiles, filters, channels, out_rows, in_rows, across,
+    pad_h, pad_w,
     WIDTH: gl.constexpr, STAGES: gl.constexpr, SKIP: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
     """Parts of dw[k, 3 rows, 3, c] = sum of dy * x, in slots of 9 blocks of 64 x 64 float32.
@@ -150,8 +154,9 @@ def convolution_filter_halo_kernel(
     x_desc   (h, w, n, c), box 1 x 16 x 8 x 64, or 1 x 8 x 8 x 64 if NARROW: images at most 7 wide
              with their padding, whose columns beyond the box stay zero
     dy_desc  (h, w, n, k), box 1 x WIDTH rounded up to 8 or 16 x 8 x 64
-    tiles    are filter tiles x channel_tiles x row_tiles; one takes cut[2] = image groups x
-             `across` patches of WIDTH columns x out_rows steps
+    tiles    are groups x filter_tiles x channel_tiles x row_tiles; one takes cut[2] = eights of
+             images x `across` patches of WIDTH columns x out_rows steps
+    filters, channels  of one group
     SKIP     leave out rows of x in the padding
     """
     atom: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -180,8 +185,8 @@ def convolution_filter_halo_kernel(
                 out_rows, in_rows, pad_h, WIDTH, STAGES, SKIP,
             )),
             (halo_producer, (
-                x_desc, dy_desc, dy_bufs, x_bufs, empty, full, cut, channel_tiles,
-                row_tiles, out_rows, across, WIDTH, pad_h, pad_w, STAGES,
+                x_desc, dy_desc, dy_bufs, x_bufs, empty, full, cut, filter_tiles, channel_tiles,
+                row_tiles, filters, channels, out_rows, across, WIDTH, pad_h, pad_w, STAGES,
             )),
         ],
         [4, 4, 1],

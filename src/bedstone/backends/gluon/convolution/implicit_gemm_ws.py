@@ -185,8 +185,11 @@ def choose_image(
     return best
 
 
-def declines(problem: Problem, device: Device, dtypes: tuple[DType, ...]) -> str | None:
-    """What all algorithms here ask: the chip, the dtype, memory that TMA can view."""
+def declines(
+    problem: Problem, device: Device, dtypes: tuple[DType, ...], side: int = 1
+) -> str | None:
+    """What all algorithms here ask: the chip, the dtype, memory that TMA can view; `side` groups
+    are taken side by side."""
     if not isinstance(problem, ConvolutionProblem):
         return "it computes convolutions and their gradients by data and filter"
     if device.architecture != gluon.ARCHITECTURE:
@@ -199,7 +202,7 @@ def declines(problem: Problem, device: Device, dtypes: tuple[DType, ...]) -> str
         return "the problem has a dimension of size 0"
     if any(u > images.MAX_STEP for u in problem.conv.stride):
         return f"a stride is above {images.MAX_STEP}"
-    groups, least = problem.conv.groups, word(DType.float16.itemsize)
+    groups, least = problem.conv.groups // side, word(DType.float16.itemsize)
     if groups > 1 and any(n // groups % least for n in (problem.x.dims[1], problem.w.dims[0])):
         # Boxes that begin inside a 16-byte word stopped the chip with an illegal instruction.
         return f"the channels of a group are no multiple of {least}"

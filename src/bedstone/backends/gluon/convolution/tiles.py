@@ -65,6 +65,12 @@ IMAGE_TF32 = _rows(
     (128, 32, 32, 6, 1, 1, 150, 0.8),
 )  # fmt: skip
 
+# forward and backward_data, groups side by side: output channels and reduced channels are the
+# elements of 128 bytes, all taps of the filter stay in shared memory.
+GROUPED_HALF = Tile(128, 64, 64, 6, 2, 1, 560, 0.8)
+GROUPED_TF32 = Tile(128, 32, 32, 6, 2, 1, 150, 0.6)
+GROUPED_SECONDS = 3e-6  # that reading the filter takes before the first tile
+
 # forward and backward_data, float32 from three float16 products: two consumers of 64 pixels.
 IMAGE_F16X3 = _rows(
     (128, 128, 64, 3, 2, 1, 155, 2.0), (128, 64, 64, 4, 2, 1, 100, 1.6),
@@ -99,6 +105,29 @@ FILTER_F16X3 = _rows(
 FILTER_F16 = _rows(
     (128, 128, 64, 6, 2, 1, 400, 2.5), (128, 64, 64, 8, 2, 1, 300, 2.0),
     (64, 128, 64, 8, 1, 1, 280, 2.0), (64, 64, 64, 8, 1, 1, 180, 1.5),
+)  # fmt: skip
+
+# backward_filter, float32 from six products of three bfloat16 parts ...
+FILTER_BF16X6 = _rows(
+    (128, 128, 32, 4, 2, 1, 75, 3.0), (128, 64, 32, 5, 2, 1, 60, 2.5),
+    (64, 128, 32, 5, 1, 1, 45, 2.5), (64, 64, 32, 6, 1, 1, 35, 2.0),
+)  # fmt: skip
+# ... and with tf32's promise from three products of two.
+FILTER_BF16X3 = _rows(
+    (128, 128, 32, 5, 2, 1, 140, 3.0), (128, 64, 32, 6, 2, 1, 100, 2.5),
+    (64, 128, 32, 6, 1, 1, 80, 2.5), (64, 64, 32, 8, 1, 1, 60, 2.0),
+)  # fmt: skip
+
+# 1x1, 16-bit, channels first: forward and backward_data (BM output channels x BK pixels) ...
+PLANAR = _rows(
+    (128, 256, 64, 3, 2, 1, 750, 1.8), (128, 128, 64, 5, 2, 1, 600, 1.1),
+    (64, 256, 64, 4, 1, 1, 450, 1.2), (64, 128, 64, 6, 1, 1, 400, 0.7),
+)  # fmt: skip
+# ... and backward_filter (BM filters x BK channels, BC pixels).
+FILTER_PLANAR = _rows(
+    (128, 256, 64, 4, 2, 1, 660, 6.0), (128, 128, 64, 6, 2, 1, 590, 2.9),
+    (64, 256, 64, 5, 1, 1, 420, 2.6), (128, 64, 64, 8, 2, 1, 410, 1.35),
+    (64, 128, 64, 8, 1, 1, 376, 1.2), (64, 64, 64, 8, 1, 1, 286, 0.7),
 )  # fmt: skip
 
 # backward_filter, windows three wide.
