@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -52,26 +52,39 @@ class Counts:
     def __init__(self, framework: str) -> None:
         self._framework = framework
         self._lock = threading.Lock()
-        self._calls: Counter[tuple[str, bool, str]] = Counter()
+        self._calls: dict[tuple[str, bool, str], list[int]] = {}
+
+    def counter(self, operator: str, own: bool, what: str) -> Callable[[], None]:
+        """A function that counts one more call of that kind, with nothing to look up."""
+        lock = self._lock
+        with lock:
+            calls = self._calls.setdefault((operator, own, what), [0])
+
+        def count() -> None:
+            with lock:
+                calls[0] += 1
+
+        return count
 
     def own(self, operator: str, algorithms: str) -> None:
         """Count a call on bedstone's kernels."""
         with self._lock:
-            self._calls[operator, True, algorithms] += 1
+            self._calls.setdefault((operator, True, algorithms), [0])[0] += 1
 
     def native(self, operator: str, reason: str) -> None:
         """Count a call that was left to the framework."""
         with self._lock:
-            self._calls[operator, False, reason] += 1
+            self._calls.setdefault((operator, False, reason), [0])[0] += 1
 
     def report(self) -> Report:
         """What ran where since the start or the last `reset()`."""
         with self._lock:
-            rows = [Row(*key, calls) for key, calls in self._calls.items()]
+            rows = [Row(*key, calls[0]) for key, calls in self._calls.items() if calls[0]]
         rows.sort(key=lambda row: (-row.calls, row.operator, row.what))
         return Report(tuple(rows), self._framework)
 
     def reset(self) -> None:
         """Start counting anew."""
         with self._lock:
-            self._calls.clear()
+            for calls in self._calls.values():
+                calls[0] = 0
