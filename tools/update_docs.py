@@ -89,17 +89,13 @@ def torch_table() -> str | None:
 
 
 def paddle_table() -> str | None:
-    """PaddlePaddle's operators that bedstone takes over; None where it is not installed."""
+    """PaddlePaddle's operators and where they run, as its report says; None where it is not
+    installed."""
     if importlib.util.find_spec("paddle") is None:
         return None
-    from bedstone.frameworks.paddle.patch import KINDS
+    from bedstone.frameworks.paddle.coverage import coverage_table
 
-    rows = ["| operators of `paddle._C_ops` | what of them |", "|---|---|"]
-    for kind in KINDS:
-        names = ", ".join(f"`{name}`" for name in kind.names)
-        text = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
-        rows.append(f"| {names} | {text} |")
-    return "\n".join(rows)
+    return coverage_table()
 
 
 def jax_table() -> str | None:
@@ -113,25 +109,45 @@ def jax_table() -> str | None:
 
 def jax_times() -> str:
     """JAX's own kernels against bedstone's in their place, from the measurements that are kept."""
-    rows = [
-        "| suite | direction | layout | problems | times JAX's own: mean | least | most |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    parts: dict[tuple[str, ...], list[float]] = {}
     for suite in ("paper", "resnet50"):
-        _, found = read_csv(str(ROOT / f"bench/results/cpu-jax-{suite}-float32.csv"))
-        sides = {(r["problem"], r["name"], r["peer"]): float(r["peer_ms"]) for r in found}
-        parts: dict[tuple[str, str], list[float]] = {}
-        for row in found:
-            if row["peer"] == "jax":
-                ours = sides[row["problem"], row["name"], "jax-on-bedstone"]
-                part = parts.setdefault((row["direction"], row["layout"]), [])
-                part.append(float(row["peer_ms"]) / ours)
-        for (direction, layout), ratios in parts.items():
-            mean = statistics.geometric_mean(ratios)
-            rows.append(
-                f"| {suite} | {direction} | {layout} | {len(ratios)} | {mean:.2f} "
-                f"| {min(ratios):.2f} | {max(ratios):.2f} |"
-            )
+        for row, ratio in _gains("jax", suite):
+            parts.setdefault((suite, row["direction"], row["layout"]), []).append(ratio)
+    return _gains_table("suite | direction | layout | problems", "JAX", parts)
+
+
+def paddle_times() -> str:
+    """PaddlePaddle's own kernels against bedstone's, likewise."""
+    parts: dict[tuple[str, ...], list[float]] = {}
+    for row, ratio in _gains("paddle", "baidu"):
+        layers = row["name"].partition(":")[0]
+        for key in ((layers, row["direction"]), ("all", row["direction"]), ("all", "all")):
+            parts.setdefault(key, []).append(ratio)
+    order = sorted(parts, key=lambda key: (key[0] == "all", key[1] == "all"))
+    table = _gains_table("layers | direction | calls", "PaddlePaddle", {k: parts[k] for k in order})
+    head, rows = read_csv(str(ROOT / "bench/results/cpu-paddle-baidu-float32.csv"))
+    return f"On {rows[0]['threads']} threads of {head['device']}:\n\n{table}"
+
+
+def _gains(framework: str, suite: str) -> list[tuple[dict[str, str], float]]:
+    """The rows of a framework's own kernels, and how many times as long as bedstone's they take."""
+    _, found = read_csv(str(ROOT / f"bench/results/cpu-{framework}-{suite}-float32.csv"))
+    sides = {(r["problem"], r["name"], r["peer"]): float(r["peer_ms"]) for r in found}
+    own = [row for row in found if row["peer"] == framework]
+    ours = [sides[row["problem"], row["name"], f"{framework}-on-bedstone"] for row in own]
+    return [(row, float(row["peer_ms"]) / time) for row, time in zip(own, ours)]
+
+
+def _gains_table(heads: str, framework: str, parts: dict[tuple[str, ...], list[float]]) -> str:
+    """Geometric mean, least and most of each part's ratios."""
+    rows = [f"| {heads} | times {framework}'s own: mean | least | most |"]
+    rows.append("|---" * (rows[0].count("|") - 1) + "|")
+    for key, ratios in parts.items():
+        mean = statistics.geometric_mean(ratios)
+        rows.append(
+            f"| {' | '.join(key)} | {len(ratios)} "
+            f"| {mean:.2f} | {min(ratios):.2f} | {max(ratios):.2f} |"
+        )
     return "\n".join(rows)
 
 
@@ -199,6 +215,7 @@ PARTS = {
     ("docs/pytorch.md", "torch"): torch_table,
     ("docs/pytorch.md", "torch-models"): lambda: models_table("torch"),
     ("docs/paddle.md", "paddle"): paddle_table,
+    ("docs/paddle.md", "paddle-times"): paddle_times,
     ("docs/paddle.md", "paddle-models"): lambda: models_table("paddle"),
     ("docs/jax.md", "jax"): jax_table,
     ("docs/jax.md", "jax-times"): jax_times,

@@ -9,40 +9,11 @@ import pytest
 paddle = pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
 
 import bedstone.frameworks.paddle as on_bedstone  # noqa: E402
+from bedstone.frameworks.paddle.coverage import CALLS, directions  # noqa: E402
 from bedstone.frameworks.paddle.patch import OPERATORS  # noqa: E402
 
 # Relative to the largest value: results are rounded once; gradients begin from rounded ones.
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1.5e-2}
-PAIR, PADS = [1, 1], ([1, 1], "EXPLICIT")
-POOL = ([2, 2], [2, 2], [0, 0])
-VOLUME = ([2, 2, 2], [2, 2, 2], [0, 0, 0])
-IMAGE, SPACE = (2, 4, 6, 6), (2, 4, 3, 4, 4)
-ROWS = (3, 5, 7)
-# operator -> (dims of its tensors, what follows them)
-CALLS = {
-    "conv2d": ([IMAGE, (3, 4, 3, 3)], (PAIR, *PADS, PAIR, 1, "NCHW")),
-    "depthwise_conv2d": ([IMAGE, (4, 1, 3, 3)], (PAIR, *PADS, 4, PAIR, "NCHW")),
-    "conv3d": ([SPACE, (3, 4, 2, 3, 3)],
-               ([1] * 3, [1] * 3, "EXPLICIT", 1, [1] * 3, "NCDHW")),
-    "conv2d_transpose": (
-        [IMAGE, (4, 3, 3, 3)], (PAIR, [1, 1], [], None, "EXPLICIT", 1, PAIR, "NCHW")),
-    "depthwise_conv2d_transpose": (
-        [IMAGE, (4, 1, 3, 3)], (PAIR, [1, 1], [], None, "EXPLICIT", 4, PAIR, "NCHW")),
-    "conv3d_transpose": (
-        [SPACE, (4, 3, 2, 2, 2)],
-        ([1] * 3, [0] * 3, [], [], "EXPLICIT", 1, [1] * 3, "NCDHW")),
-    "pool2d": ([IMAGE], (*POOL, False, True, "NCHW", "avg", False, False, "EXPLICIT")),
-    "pool3d": ([SPACE], (*VOLUME, False, True, "NCDHW", "max", False, False, "EXPLICIT")),
-    "max_pool2d_with_index": ([IMAGE], (*POOL, False, False, False)),
-    "max_pool3d_with_index": ([SPACE], (*VOLUME, False, False, False)),
-    "softmax": ([ROWS], (-1,)), "log_softmax": ([ROWS], (1,)),
-    "relu": ([ROWS], ()), "sigmoid": ([ROWS], ()), "tanh": ([ROWS], ()), "silu": ([ROWS], ()),
-    "gelu": ([ROWS], (False,)), "leaky_relu": ([ROWS], (0.1,)), "elu": ([ROWS], (1.0,)),
-    "batch_norm": ([IMAGE, (4,), (4,), (4,), (4,)], (False, 0.9, 1e-5, "NCHW", False, False)),
-    "layer_norm": ([ROWS, (35,), (35,)], (1e-5, 1)),
-    "group_norm": ([IMAGE, (4,), (4,)], (1e-5, 2, "NCHW")),
-    "instance_norm": ([IMAGE, (4,), (4,)], (1e-5,)),
-}  # fmt: skip
 NORMALIZATIONS = ("batch_norm", "layer_norm", "group_norm", "instance_norm")
 
 
@@ -69,6 +40,21 @@ def outcome(name, dtype, parameters):
 
 def test_every_operator_is_here():
     assert set(CALLS) == set(OPERATORS)
+
+
+def test_the_coverage_table_says_what_ran():
+    assert directions("conv2d") == ("forward", "backward_data", "backward_filter")
+    for name in OPERATORS:
+        forward, *gradients = directions(name)
+        assert forward == "forward" and gradients, name
+        assert all(of.startswith("backward") for of in gradients), name
+
+
+def test_the_coverage_table_can_say_native(monkeypatch):
+    shapes, _ = CALLS["pool2d"]
+    adaptive = ([3, 3], [1, 1], [0, 0], False, True, "NCHW", "max", False, True, "EXPLICIT")
+    monkeypatch.setitem(CALLS, "pool2d", (shapes, adaptive))
+    assert directions("pool2d") == ("native: adaptive maximum, or adaptive and global at once",)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -127,7 +127,8 @@ def _filter(x: TensorDesc, dy: TensorDesc, dims: Ints, *attributes: Any) -> Reci
 
 
 class Convolution(Call):
-    """strides, paddings, padding_algorithm, dilations, groups, data_format"""
+    """strides, paddings, padding_algorithm, dilations, groups, data_format; with the bias of
+    nn.Conv2D and nn.Conv3D in the same kernel"""
 
     names = ("conv2d",)
     leading = 2
