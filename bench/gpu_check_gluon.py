@@ -16,6 +16,7 @@ import argparse
 import csv
 import itertools
 import math
+import multiprocessing
 import statistics
 import subprocess
 import sys
@@ -86,6 +87,9 @@ LAYERS = {
     "vgg112": "n64c128h112k128r3p1", "vgg28": "n64c512h28k512r3p1", "L2": "n128c64h64k128r9",
     "L3": "n128c128h32k128r9", "L4": "n128c128h16k128r7", "L5": "n128c384h13k384r3",
     "N1": "n1c256h14k256r3p1", "N8": "n8c128h28k128r3p1",
+    "g32-56": "n32c128h56k128r3p1g32", "g32-28": "n32c256h28k256r3p1g32",
+    "g32-14": "n32c512h14k512r3p1g32", "g32-7": "n32c1024h7k1024r3p1g32",
+    "g32s2": "n32c256h56k256r3p1u2g32",
 }  # fmt: skip
 TILE_LAYERS = ("res56", "res28", "res14", "res7", "p256-64", "p1024-256", "vgg28", "L5", "N1", "N8")
 # The filter gradient's bound counts the terms of a sum; float32's unit roundoff.
@@ -132,16 +136,25 @@ def layer_problems(layers, layouts, dtypes):
                     yield name, problem_of(shape, direction, kind, f"layout={layout}{more}")
 
 
+def build(device, algorithm, problem):
+    """Compile one kernel into the cache."""
+    algorithm.build(problem, device)
+
+
 def warm(options):
     """Compile everything into the cache."""
     device = launch.target_device("sm_90")
     problems = list(check_problems()) if options.check else []
     if options.measure:
         problems += [p for _, p in layer_problems(options.layers, options.layouts, options.dtypes)]
-    for problem in problems:
-        for algorithm in takers(problem, device):
-            if options.algorithms in algorithm.name:
-                algorithm.build(problem, device)
+    wanted = [
+        (algorithm, problem)
+        for problem in problems
+        for algorithm in takers(problem, device)
+        if options.algorithms in algorithm.name
+    ]
+    with multiprocessing.Pool(options.jobs) as pool:
+        pool.starmap(build, [(device, *pair) for pair in wanted], chunksize=1)
     if options.tiles:
         for _ in tile_kernels(options, device):
             pass
@@ -650,6 +663,7 @@ def main():
     )
     parser.add_argument("--out", default="bench-out")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds")
+    parser.add_argument("--jobs", type=int, default=1, help="processes of --warm")
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--layouts", nargs="*", default=["NHWC"])
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16"])

@@ -99,7 +99,7 @@ EPILOGUES = (
 MATH = ("tf32", "bf16", "bf16x3", "bf16x6", "fast")
 HALF_SHAPES = (
     "n2c4h9w7k6r3p1", "n1c17h9k33r3p1", "n1c8h14k8r3u2p1", "n1c64h7k48r1", "n2c6h9k6r3p1g6",
-    "n2c5h13w10k7r3s2phAwB", "n2c300h3k5r3p1",
+    "n2c5h13w10k7r3s2phAwB", "n2c300h3k5r3p1", "n3c72h12k136r1",
 )  # fmt: skip
 HALVES = ("float16", "bfloat16")
 # Channels innermost, in counts that whole words and the tiles of matrix units divide.
