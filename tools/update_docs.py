@@ -129,6 +129,22 @@ def paddle_times() -> str:
     return f"On {rows[0]['threads']} threads of {head['device']}:\n\n{table}"
 
 
+def paddle_calls() -> str:
+    """What calls of tiny tensors cost through PaddlePaddle, from the measurement that is kept."""
+    _, found = read_csv(str(ROOT / "bench/results/cpu-paddle-calls.csv"))
+    columns = ("native", "on_bedstone", "left_native", "training_native", "training_on_bedstone")
+    rows = [
+        "| call, microseconds | native | on bedstone | left native | native, with gradients "
+        "| on bedstone, with gradients |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in found:
+        if row["on_bedstone"]:
+            cells = " | ".join(f"{float(row[column]):.0f}" for column in columns)
+            rows.append(f"| `{row['what']}` | {cells} |")
+    return "\n".join(rows)
+
+
 def _gains(framework: str, suite: str) -> list[tuple[dict[str, str], float]]:
     """The rows of a framework's own kernels, and how many times as long as bedstone's they take."""
     _, found = read_csv(str(ROOT / f"bench/results/cpu-{framework}-{suite}-float32.csv"))
@@ -216,6 +232,7 @@ PARTS = {
     ("docs/pytorch.md", "torch-models"): lambda: models_table("torch"),
     ("docs/paddle.md", "paddle"): paddle_table,
     ("docs/paddle.md", "paddle-times"): paddle_times,
+    ("docs/paddle.md", "paddle-calls"): paddle_calls,
     ("docs/paddle.md", "paddle-models"): lambda: models_table("paddle"),
     ("docs/jax.md", "jax"): jax_table,
     ("docs/jax.md", "jax-times"): jax_times,

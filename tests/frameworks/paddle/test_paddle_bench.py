@@ -7,7 +7,7 @@ import pytest
 paddle = pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
 
 import bedstone  # noqa: E402
-from bedstone.bench import model  # noqa: E402
+from bedstone.bench import model, paddle_calls, report  # noqa: E402
 from bedstone.frameworks.paddle import bench, trial  # noqa: E402
 
 SETTINGS = ("squeezenet1_1", 1, "nchw", "float32")
@@ -56,3 +56,14 @@ def test_mistakes(place, wrong, match):
     settings[place] = wrong
     with pytest.raises(bedstone.InvalidDescriptor, match=match):
         bench.Model(*settings, False)
+
+
+def test_the_table_of_what_a_call_costs(monkeypatch, tmp_path):
+    monkeypatch.setattr(paddle_calls, "REPEATS", 1)
+    monkeypatch.setattr(paddle_calls, "ROUNDS", 1)
+    paddle_calls.main([str(tmp_path / "calls.csv")])
+    _, rows = report.read_csv(str(tmp_path / "calls.csv"))
+    both = [row["what"] for row in rows if row["training_on_bedstone"]]
+    assert both == list(paddle_calls.operators(paddle))
+    assert len(rows) == len(both) + len(paddle_calls.adapters(paddle))
+    assert all(float(row["native"]) > 0 for row in rows)
