@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,12 +139,12 @@ class Ready:
     single: bool
     workspace: int
     device: torch.device
-    key: str  # for the report
+    count: Callable[[], None]  # for the report
 
     @property
     def algorithms(self) -> str:
         """Their names."""
-        return ", ".join(plan.algorithm for plan, *_ in self.steps)
+        return algorithms(plan for plan, *_ in self.steps)
 
     @property
     def problems(self) -> str:
@@ -156,7 +156,7 @@ class Ready:
         device = self.device
         results: list[Any] = []
         for made in self.results:
-            if isinstance(made, Result):
+            if type(made) is Result:
                 made = torch.empty_strided(made.dims, made.strides, dtype=made.dtype, device=device)
             elif made is not None:
                 made = arguments[made]
@@ -169,8 +169,26 @@ class Ready:
             workspace = memory.data_ptr()
         for plan, operands, alpha, beta in self.steps:
             pointers = [(arguments[i] if i >= 0 else results[~i]).data_ptr() for i in operands]
-            plan(*pointers, workspace=workspace, alpha=alpha, beta=beta, stream=stream)
+            plan.kernel(pointers, workspace, alpha, beta, stream)
         return results[0] if self.single else tuple(results)
+
+
+def algorithms(plans: Iterable[Plan]) -> str:
+    """Their names, in order."""
+    return ", ".join(plan.algorithm for plan in plans)
+
+
+@dataclass(frozen=True)
+class Left:
+    """A kind of call that is left to PyTorch."""
+
+    reason: str
+    count: Callable[[], None]  # for the report
+
+
+def leave(name: str, reason: str) -> Left:
+    """Calls of that operator, for that reason."""
+    return Left(reason, report.counter(name, False, reason))
 
 
 @dataclass
@@ -181,21 +199,22 @@ class Waiting:
     results: tuple[Result | int | None, ...]
     single: bool
     device: torch.device
+    count: Callable[[], None]  # for the report
     left: int = 0  # calls that PyTorch's kernel still serves
 
-    def compiled(self) -> Ready | str:
-        """With its plans, or the reason why there are none."""
+    def compiled(self, name: str) -> Ready | Left:
+        """With its plans, or the reason why there are none; `name` is the operator's."""
         device = self.device
-        name = "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
+        where = "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
         found = []
         for step in self.steps:
-            plan = compiled_plan(step.problem, name)
+            plan = compiled_plan(step.problem, where)
             if isinstance(plan, str):
-                return plan
+                return leave(name, plan)
             found.append((plan, step.operands, step.alpha, step.beta))
-        names = ", ".join(plan.algorithm for plan, *_ in found)
         workspace = max((plan.workspace_size for plan, *_ in found), default=0)
-        return Ready(tuple(found), self.results, self.single, workspace, device, names)
+        count = report.counter(name, True, algorithms(plan for plan, *_ in found))
+        return Ready(tuple(found), self.results, self.single, workspace, device, count)
 
 
 def patience(kind: Waiting) -> int:
@@ -216,7 +235,7 @@ def patience(kind: Waiting) -> int:
 
 class _Local(threading.local):
     memory: Tensor | None = None  # a workspace, kept: fresh memory costs more than most kernels
-    native = 0  # depth of calls of PyTorch's kernels, whose own calls are left alone
+    native = False  # inside a kernel of PyTorch's, whose own calls are left alone
 
 
 _local = _Local()
@@ -232,13 +251,24 @@ def workspace_of(size: int, device: torch.device) -> Tensor:
     return _local.memory
 
 
-def _signature(argument: Any) -> Any:
-    if isinstance(argument, Tensor):
-        return argument.shape, argument.stride(), argument.dtype, argument.device
-    return tuple(argument)
+# Arguments by whose value a kind of call is known; lists are made tuples, tensors have a layout.
+_VALUES = frozenset({type(None), bool, int, float, str, torch.dtype})
 
 
-_NOT_ALONE = (Tensor, list)
+def kind_of(arguments: Sequence[Any], keywords: dict[str, Any]) -> Hashable:
+    """What calls of one kind have in common: the layout of tensors, the value of all else, and the
+    setting that `Call.math` reads."""
+    key: list[Any] = [
+        a
+        if (kind := type(a)) in _VALUES
+        else tuple(a)
+        if kind is list
+        else (a.shape, a.stride(), a.dtype, a.device)
+        for a in arguments
+    ]
+    key += keywords.values()
+    key.append(torch._C._get_cudnn_allow_tf32())
+    return tuple(key)
 
 
 @dataclass
@@ -255,7 +285,6 @@ class Settings:
 settings = Settings()
 
 
-@dataclass(frozen=True)
 class Kernel:
     """PyTorch's own kernel of an operator.
 
@@ -263,19 +292,17 @@ class Kernel:
     at once spares a way through the dispatcher, and through our own entry there.
     """
 
-    kernel: Any
-    inner: Any = None
-    more: tuple[Any, ...] = ()
+    def __init__(self, kernel: Any, inner: Any = None, more: tuple[Any, ...] = ()) -> None:
+        self.kernel, self.more = kernel, more
+        self.boxed = (inner or kernel).call_boxed
 
     def call(self, keyset: Any, arguments: Sequence[Any], keywords: Any) -> Any:
         """Its result; what it calls in turn is left alone."""
-        _local.native += 1
+        before, _local.native = _local.native, True
         try:
-            if self.inner is not None:
-                return self.inner.call_boxed(keyset, *arguments, *self.more)
-            return self.kernel.call_boxed(keyset, *arguments, **keywords)
+            return self.boxed(keyset, *arguments, *self.more, **keywords)
         finally:
-            _local.native -= 1
+            _local.native = before
 
 
 class Operator:
@@ -286,7 +313,9 @@ class Operator:
     results   for an operator that writes to an argument, so that PyTorch's kernel cannot be tried
               beside: the results of a call (a number for an argument that is returned); None to
               try it
-    pointwise whether small calls are left to PyTorch
+    cpu_kind  a quicker `kind_of` for tensors that are all on the CPU
+    least     calls on fewer elements are left to PyTorch at once, where the quicker side is looked
+              for; None: as the caller of `patch` says, in any case
     """
 
     def __init__(
@@ -294,54 +323,67 @@ class Operator:
         name: str,
         describe: Describe,
         results: Callable[[Sequence[Any]], list[Result | int | None] | None] | None = None,
-        pointwise: bool = False,
+        cpu_kind: Callable[..., Hashable] | None = None,
+        least: int | None = None,
     ) -> None:
-        self.name, self.describe, self.pointwise = name, describe, pointwise
+        self.cpu_kind = cpu_kind
+        self.name, self.describe, self.least = name, describe, least
         self._results = results
-        self._kinds: Recent[Ready | Waiting | str] = Recent(KINDS_KEPT)
+        self._kinds: Recent[Ready | Waiting | Left] = Recent(KINDS_KEPT)
 
     def forget(self) -> None:
         """Decide anew from now on."""
         self._kinds.clear()
 
-    def call(self, native: Kernel, keyset: Any, *arguments: Any, **keywords: Any) -> Any:
-        """The operator's result, ours or PyTorch's."""
-        if _local.native or torch._C._get_tracing_state() is not None:
-            # A traced graph must hold the operator itself, and what it calls.
-            return native.kernel.call_boxed(keyset, *arguments, **keywords)
-        if settings.active is not None and not settings.active():
-            return self._native(native, keyset, arguments, keywords, "outside of the layers named")
-        if self.pointwise and arguments[0].numel() < settings.least:
-            reason = f"fewer than {settings.least} elements"
-            return self._native(native, keyset, arguments, keywords, reason)
-        key = tuple([_signature(a) if isinstance(a, _NOT_ALONE) else a for a in arguments])
-        if keywords:
-            key += tuple(keywords.values())
-        known = self._kinds.get(key)
-        if known is None:
-            return self._first(native, keyset, arguments, keywords, key)
-        if isinstance(known, Waiting):
-            known.left -= 1
-            if known.left > 0 and settings.watch is None:
-                return self._native(native, keyset, arguments, keywords, WAITING)
-            known = self._decide(known, native, keyset, arguments, keywords, key)
-        if isinstance(known, str):
-            return self._native(native, keyset, arguments, keywords, known)
-        return self._own(known, native, keyset, arguments, keywords)
+    def bind(self, native: Kernel, on_cpu: bool) -> Callable[..., Any]:
+        """What takes the place of PyTorch's kernel for tensors on that device: the operator's
+        result, ours or PyTorch's.
+
+        A call that is left to PyTorch costs what Python does here: no more names are looked up,
+        functions called and objects made than must be.
+        """
+        boxed, theirs, more = native.kernel.call_boxed, native.boxed, native.more
+        tracing, find, local = torch._C._get_tracing_state, self._kinds.get, _local
+        cpu_kind = self.cpu_kind if on_cpu else None
+        least = settings.least if self.least is None else self.least * settings.find
+        small = leave(self.name, f"fewer than {least} elements").count
+        outside = leave(self.name, "outside of the layers named").count
+
+        def run(keyset: Any, *arguments: Any, **keywords: Any) -> Any:
+            if local.native or tracing() is not None:
+                # A traced graph must hold the operator itself, and what it calls.
+                return boxed(keyset, *arguments, **keywords)
+            if settings.active is not None and not settings.active():
+                outside()
+            elif least and arguments[0].numel() < least:
+                small()
+            else:
+                key = cpu_kind(*arguments) if cpu_kind else kind_of(arguments, keywords)
+                known = find(key)
+                if known is None:
+                    return self._first(native, keyset, arguments, keywords, key)
+                if type(known) is Waiting:
+                    known.left -= 1
+                    if known.left <= 0 or settings.watch is not None:
+                        known = self._decide(known, native, keyset, arguments, keywords, key)
+                if type(known) is Ready:
+                    return self._own(known, native, keyset, arguments, keywords)
+                known.count()
+            local.native = True
+            try:
+                return theirs(keyset, *arguments, *more, **keywords)
+            finally:
+                local.native = False
+
+        return run
 
     def _own(
         self, known: Ready, native: Kernel, keyset: Any, arguments: Sequence[Any], keywords: Any
     ) -> Any:
-        report.own(self.name, known.key)
+        known.count()
         if settings.watch is not None:
             return self._watched(known, native, keyset, arguments, keywords)
         return known.run(arguments)
-
-    def _native(
-        self, native: Kernel, keyset: Any, arguments: Sequence[Any], keywords: Any, reason: str
-    ) -> Any:
-        report.native(self.name, reason)
-        return native.call(keyset, arguments, keywords)
 
     def _first(
         self, native: Kernel, keyset: Any, arguments: Sequence[Any], keywords: Any, key: Any
@@ -352,11 +394,11 @@ class Operator:
             made = self._results(arguments)
         if made is None:
             given = native.call(keyset, arguments, keywords)
-        known: Ready | Waiting | str
+        known: Ready | Waiting | Left
         try:
             known = self._describe(arguments, keywords, given, made)
         except (Native, InvalidDescriptor) as error:
-            known = str(error).splitlines()[0]
+            known = leave(self.name, str(error).splitlines()[0])
         self._kinds.put(key, known)
         if isinstance(known, Waiting):
             known.left = patience(known) - 1
@@ -364,7 +406,7 @@ class Operator:
                 known = self._decide(known, native, keyset, arguments, keywords, key)
         if isinstance(known, Ready):
             return self._own(known, native, keyset, arguments, keywords)
-        report.native(self.name, known if isinstance(known, str) else WAITING)
+        known.count()
         if given is None:
             return native.call(keyset, arguments, keywords)
         return given
@@ -372,9 +414,9 @@ class Operator:
     def _decide(
         self, kind: Waiting, native: Kernel, keyset: Any, arguments: Sequence[Any], keywords: Any,
         key: Any,
-    ) -> Ready | str:  # fmt: skip
+    ) -> Ready | Left:  # fmt: skip
         """Compile a kind, and keep it if it is the quicker."""
-        known = kind.compiled()
+        known = kind.compiled(self.name)
         if settings.watch is not None:  # which compares by itself; what patch does is left open
             return known
         if isinstance(known, Ready) and settings.find:
@@ -400,7 +442,8 @@ class Operator:
             made = [None if t is None else Result.like(t) for t in outputs]
         shown = [Result.like(arguments[r]) if isinstance(r, int) else r for r in made]
         steps = self.describe(Call(*self._complete(arguments, keywords), shown))
-        return Waiting(tuple(steps), tuple(made), single, device)
+        count = leave(self.name, WAITING).count
+        return Waiting(tuple(steps), tuple(made), single, device, count)
 
     def _complete(
         self, arguments: Sequence[Any], keywords: dict[str, Any]
@@ -414,7 +457,7 @@ class Operator:
 
     def _quicker(
         self, ready: Ready, native: Kernel, keyset: Any, arguments: Sequence[Any], keywords: Any
-    ) -> Ready | str:
+    ) -> Ready | Left:
         """Ours if it is the quicker of the two, measured on these tensors; on copies of them where
         the operator writes to its arguments."""
         if self._results is not None:
@@ -422,7 +465,7 @@ class Operator:
         with torch.no_grad():
             ours = measure(lambda: ready.run(arguments), arguments)
             theirs = measure(lambda: native.call(keyset, arguments, keywords), arguments)
-        return ready if ours <= theirs else SLOWER
+        return ready if ours <= theirs else leave(self.name, SLOWER)
 
     def _watched(
         self, known: Ready, native: Kernel, keyset: Any, arguments: Sequence[Any], keywords: Any

@@ -183,7 +183,8 @@ def _install(chosen: Iterable[Operator]) -> None:
             if (operator.name, key) == ("convolution", "CPU"):
                 inner = torch.library.get_kernel("aten::_convolution", key)
                 kept = calls.Kernel(native, inner, CUDNN_FLAGS)
-            run = functools.partial(operator.call, kept)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that a kernel is overridden
-                library.impl(operator.name, run, key, with_keyset=True)
+                library.impl(
+                    operator.name, operator.bind(kept, key == "CPU"), key, with_keyset=True
+                )

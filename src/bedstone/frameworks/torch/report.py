@@ -3,7 +3,7 @@
 from bedstone.frameworks.counting import Counts, Report
 
 _counts = Counts("PyTorch's kernels")
-own, native = _counts.own, _counts.native
+own, native, counter = _counts.own, _counts.native, _counts.counter
 report, reset = _counts.report, _counts.reset
 
-__all__ = ["Report", "native", "own", "report", "reset"]
+__all__ = ["Report", "counter", "native", "own", "report", "reset"]

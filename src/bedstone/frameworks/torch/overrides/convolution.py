@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
+from torch import Tensor
+
 from bedstone import (
     BiasGradientProblem,
     ConvolutionDesc,
@@ -78,8 +82,34 @@ def _backward(call: Call) -> list[Step]:
     return steps
 
 
+# Convolutions have the most arguments: what tells their kinds apart, with no loop over them.
+
+
+def _forward_kind(
+    x: Tensor, w: Tensor, bias: Tensor | None, stride: list[int], padding: list[int],
+    dilation: list[int], transposed: bool, output_padding: list[int], groups: int,
+) -> Hashable:  # fmt: skip
+    return (
+        x.shape, x.stride(), x.dtype, w.shape, w.stride(), w.dtype,
+        None if bias is None else (bias.shape, bias.stride(), bias.dtype),
+        *stride, None, *padding, None, *dilation, transposed, *output_padding, groups,
+    )  # fmt: skip
+
+
+def _backward_kind(
+    dy: Tensor, x: Tensor, w: Tensor, bias: list[int] | None, stride: list[int],
+    padding: list[int], dilation: list[int], transposed: bool, output_padding: list[int],
+    groups: int, mask: list[bool],
+) -> Hashable:  # fmt: skip
+    return (
+        dy.shape, dy.stride(), dy.dtype, x.shape, x.stride(), x.dtype, w.shape, w.stride(), w.dtype,
+        *stride, None, *padding, None, *dilation, transposed, *output_padding, groups, *mask,
+        None if bias is None else tuple(bias),
+    )  # fmt: skip
+
+
 OPERATORS = (
-    Operator("convolution", _forward),
-    Operator("_convolution", _forward),
-    Operator("convolution_backward", _backward),
+    Operator("convolution", _forward, cpu_kind=_forward_kind, least=0),
+    Operator("_convolution", _forward, least=0),
+    Operator("convolution_backward", _backward, cpu_kind=_backward_kind, least=0),
 )

@@ -148,10 +148,10 @@ def _group_backward(call: Call) -> list[Step]:
 
 
 OPERATORS = (
-    Operator("native_batch_norm", _batch, _batch_results, pointwise=True),
-    Operator("native_batch_norm_backward", _batch_backward, pointwise=True),
-    Operator("native_layer_norm", _layer, pointwise=True),
-    Operator("native_layer_norm_backward", _layer_backward, pointwise=True),
-    Operator("native_group_norm", _group, pointwise=True),
-    Operator("native_group_norm_backward", _group_backward, pointwise=True),
+    Operator("native_batch_norm", _batch, _batch_results),
+    Operator("native_batch_norm_backward", _batch_backward),
+    Operator("native_layer_norm", _layer),
+    Operator("native_layer_norm_backward", _layer_backward),
+    Operator("native_group_norm", _group),
+    Operator("native_group_norm_backward", _group_backward),
 )

@@ -124,14 +124,11 @@ BACKWARD: dict[str, Describe] = {
 }
 
 OPERATORS = (
-    Operator("_softmax", _softmax("accurate"), pointwise=True),
-    Operator("_log_softmax", _softmax("log"), pointwise=True),
-    Operator("_softmax_backward_data", _softmax_backward("accurate"), pointwise=True),
-    Operator("_log_softmax_backward_data", _softmax_backward("log"), pointwise=True),
-    *(Operator(name, _forward(read), pointwise=True) for name, read in FORWARD.items()),
-    *(
-        Operator(f"{name}_", _forward(read), _first_argument, pointwise=True)
-        for name, read in FORWARD.items()
-    ),
-    *(Operator(name, describe, pointwise=True) for name, describe in BACKWARD.items()),
+    Operator("_softmax", _softmax("accurate")),
+    Operator("_log_softmax", _softmax("log")),
+    Operator("_softmax_backward_data", _softmax_backward("accurate")),
+    Operator("_log_softmax_backward_data", _softmax_backward("log")),
+    *(Operator(name, _forward(read)) for name, read in FORWARD.items()),
+    *(Operator(f"{name}_", _forward(read), _first_argument) for name, read in FORWARD.items()),
+    *(Operator(name, describe) for name, describe in BACKWARD.items()),
 )

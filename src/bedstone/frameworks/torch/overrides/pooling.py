@@ -83,15 +83,18 @@ def _adaptive(axes: int, direction: str) -> Describe:
     return describe
 
 
+# Fewer are over sooner, on PyTorch's kernel, than Python has looked the call up.
+LEAST = 1 << 12
+
 OPERATORS = tuple(
     operator
     for axes, d in ((2, "2d"), (3, "3d"))
     for operator in (
-        Operator(f"max_pool{d}_with_indices", _max_forward(axes)),
-        Operator(f"max_pool{d}_with_indices_backward", _max_backward(axes)),
-        Operator(f"avg_pool{d}", _average_forward(axes)),
-        Operator(f"avg_pool{d}_backward", _average_backward(axes)),
-        Operator(f"_adaptive_avg_pool{d}", _adaptive(axes, "forward")),
-        Operator(f"_adaptive_avg_pool{d}_backward", _adaptive(axes, "backward")),
+        Operator(f"max_pool{d}_with_indices", _max_forward(axes), least=LEAST),
+        Operator(f"max_pool{d}_with_indices_backward", _max_backward(axes), least=LEAST),
+        Operator(f"avg_pool{d}", _average_forward(axes), least=LEAST),
+        Operator(f"avg_pool{d}_backward", _average_backward(axes), least=LEAST),
+        Operator(f"_adaptive_avg_pool{d}", _adaptive(axes, "forward"), least=LEAST),
+        Operator(f"_adaptive_avg_pool{d}_backward", _adaptive(axes, "backward"), least=LEAST),
     )
 )
