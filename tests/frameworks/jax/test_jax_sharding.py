@@ -68,7 +68,8 @@ FUNCTIONS = """
         (lambda x: bj.softmax(x, 1), P(None, None, "d"), False),
         (bj.log_softmax, P("d"), False),
         (lambda x: bj.softmax(x, 1), P(None, "d"), True),
-        (lambda x: bj.max_pool(x, 2), P(None, None, "d"), True),
+        (lambda x: bj.max_pool(x, 2), P(None, None, "d"), True),  # 6 rows for 4
+        (lambda x: bj.max_pool(x, 3), P(None, None, "d"), False),
     ]
     for function, spec, gathers in cases:
         step = jax.jit(jax.grad(lambda x: jnp.sin(function(x)).sum()))
@@ -85,7 +86,117 @@ FUNCTIONS = """
 """
 
 
-@pytest.mark.parametrize("body", [BATCH, ROWS, FUNCTIONS], ids=["batch", "rows", "functions"])
+CUTS = """
+    # images, filters, strides, paddings, dilations, groups, layouts
+    cases = [
+        ((2, 4, 16, 8), (6, 4, 3, 3), (1, 1), "SAME", (1, 1), 1, None),
+        ((2, 4, 16, 8), (6, 4, 3, 3), (2, 2), "SAME", (1, 1), 1, None),
+        ((2, 4, 16, 8), (6, 4, 3, 3), (2, 1), ((1, 1), (1, 1)), (1, 1), 1, None),
+        ((2, 4, 16, 8), (6, 4, 3, 3), (1, 1), "SAME", (2, 2), 1, None),
+        ((2, 4, 16, 8), (6, 4, 3, 3), (1, 1), ((4, 0), (0, 2)), (2, 1), 1, None),
+        ((2, 4, 24, 8), (6, 4, 4, 3), (3, 1), ((0, 2), (1, 1)), (1, 1), 1, None),
+        ((2, 4, 16, 8), (6, 4, 1, 1), (2, 2), "VALID", (1, 1), 1, None),
+        ((2, 4, 16, 8), (6, 4, 2, 2), (2, 2), "VALID", (1, 1), 1, None),
+        ((2, 4, 16, 8), (6, 2, 3, 3), (1, 1), "SAME", (1, 1), 2, None),
+        ((2, 4, 16, 8), (4, 1, 5, 3), (1, 1), "SAME", (1, 1), 4, None),
+        ((2, 16, 8, 4), (3, 3, 4, 6), (2, 1), "SAME", (1, 1), 1, ("NHWC", "HWIO", "NHWC")),
+        ((2, 4, 16), (6, 4, 3), (1,), "SAME", (1,), 1, None),
+    ]
+"""
+SPATIAL = (
+    CUTS
+    + """
+    grid = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
+    two = Mesh(np.array(jax.devices()[:2]), ("d",))
+    for images, filters, stride, padding, dilation, groups, layout in cases:
+        x = jnp.asarray(random.standard_normal(images), jnp.float32)
+        w = jnp.asarray(random.standard_normal(filters), jnp.float32)
+        rows = 1 if layout else 2
+
+        def whole(x, w):
+            return lax.conv_general_dilated(x, w, stride, padding, rhs_dilation=dilation,
+                                            feature_group_count=groups, dimension_numbers=layout)
+
+        meshes = [(mesh, "d", ["d"])]
+        if len(stride) == 2:
+            meshes.append((grid, ["a", "b"], ["a", "b"]))
+        else:
+            meshes.append((two, "d", ["d"]))
+        for over, names, axes in meshes:
+            spec = P(*([None] * rows), *axes)
+            cut = jax.shard_map(
+                lambda x, w: bj.spatial_convolution(
+                    x, w, names, stride, padding, dilation=dilation, groups=groups,
+                    dimension_numbers=layout),
+                mesh=over, in_specs=(spec, P()), out_specs=spec)
+            ours, wanted = (
+                jax.jit(lambda x, w: (f(x, w), jax.vjp(f, x, w)[1](jnp.sin(f(x, w)))))(x, w)
+                for f in (cut, whole))
+            for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted)):
+                close(one, other)
+    print("same")
+"""
+)
+PLAIN = (
+    CUTS
+    + """
+    for images, filters, stride, padding, dilation, groups, layout in cases:
+        x = jnp.asarray(random.standard_normal(images), jnp.float32)
+        w = jnp.asarray(random.standard_normal(filters), jnp.float32)
+        rows = 1 if layout else 2
+        how = dict(dilation=dilation, groups=groups, dimension_numbers=layout)
+
+        def loss(x, w):
+            y = bj.convolution(x, w, stride, padding, **how)
+            return jnp.sin(y).sum(), y
+
+        step = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+        (value, y), (dx, dw) = step(x, w)
+        spec = P(*([None] * rows), "d")
+        put = jax.device_put(x, NamedSharding(mesh, spec))
+        kept = jax.device_put(w, NamedSharding(mesh, P()))
+        (shared, ys), (dxs, dws) = step(put, kept)
+        close(shared, value), close(ys, y), close(dxs, dx), close(dws, dw)
+        assert ys.sharding.spec[rows] == "d" and dxs.sharding.spec[rows] == "d", images
+        text = step.lower(put, kept).compile().as_text()
+        assert "all-gather" not in text and "all-reduce" in text, (images, filters, stride)
+    print("same")
+"""
+)
+UNEVEN = """
+    # Gathered: rows or groups that the devices do not share evenly, parts shorter than a halo.
+    for rows, window, stride in ((20, 3, 2), (8, 7, 1), (12, 3, 5)):
+        filters = (6, 4, window, 3)
+        x = jnp.asarray(random.standard_normal((2, 4, rows, 6)), jnp.float32)
+        w = jnp.asarray(random.standard_normal(filters), jnp.float32)
+        step = jax.jit(jax.grad(
+            lambda x, w: jnp.sin(bj.convolution(x, w, stride, "SAME")).sum(), (0, 1)))
+        put = jax.device_put(x, NamedSharding(mesh, P(None, None, "d")))
+        for ours, wanted in zip(step(put, w), step(x, w)):
+            close(ours, wanted)
+    x = jnp.asarray(random.standard_normal((2, 8, 8, 6)), jnp.float32)
+    w = jnp.asarray(random.standard_normal((16, 4, 3, 3)), jnp.float32)
+    f = jax.jit(lambda x, w: bj.convolution(x, w, padding="SAME", groups=2))
+    for of_x, of_w in ((P(None, "d"), P()), (P(), P("d"))):
+        put = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, of_x), (w, of_w))]
+        close(f(*put), f(x, w))
+    # Channels: a forward pass sums over the devices; filters need no sum.
+    x = jnp.asarray(random.standard_normal((2, 4, 8, 6)), jnp.float32)
+    w = jnp.asarray(random.standard_normal((8, 4, 3, 3)), jnp.float32)
+    f = jax.jit(lambda x, w: bj.convolution(x, w, padding="SAME"))
+    for of_x, of_w in ((P(None, "d"), P(None, "d")), (P(), P("d"))):
+        put = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, of_x), (w, of_w))]
+        close(f(*put), f(x, w))
+        assert "all-gather" not in f.lower(*put).compile().as_text()
+    print("same")
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [BATCH, ROWS, FUNCTIONS, SPATIAL, PLAIN, UNEVEN],
+    ids=["batch", "rows", "functions", "cuts", "plain-jit", "uneven"],
+)
 def test_four_devices(body):
     flags = "--xla_force_host_platform_device_count=4"
     done = subprocess.run(
@@ -97,13 +208,27 @@ def test_four_devices(body):
 
 
 def test_paddings_that_do_not_fit():
+    import jax
     import jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
 
     from bedstone import InvalidDescriptor
     from bedstone.frameworks.jax import spatial_convolution
 
+    mesh, spec = jax.sharding.Mesh(jax.devices()[:1], ("d",)), P(None, None, "d")
+
+    def run(x, w, **how):
+        def rows(x, w):
+            return spatial_convolution(x, w, "d", **how)
+
+        return jax.shard_map(rows, mesh=mesh, in_specs=(spec, P()), out_specs=spec)(x, w)
+
     x, w = jnp.ones((1, 1, 4, 4)), jnp.ones((1, 1, 3, 3))
     with pytest.raises(InvalidDescriptor, match="padding"):
-        spatial_convolution(x, w, "d", padding=((1, 0), (0, 0)))
-    with pytest.raises(InvalidDescriptor, match="rows on each device"):
-        spatial_convolution(x, jnp.ones((1, 1, 11, 3)), "d")
+        run(x, w, padding=((1, 0), (0, 0)))
+    with pytest.raises(InvalidDescriptor, match="padding"):
+        run(x, w, stride=3)
+    with pytest.raises(InvalidDescriptor, match="on each device"):
+        run(x, jnp.ones((1, 1, 11, 3)))
+    with pytest.raises(InvalidDescriptor, match="1 to 3 spatial"):
+        run(jnp.ones((1, 1, 4)).reshape(1, 1, 4, 1, 1, 1), jnp.ones((1,) * 6))

@@ -22,8 +22,8 @@ from bedstone.frameworks.jax.convolution import convolution
 from bedstone.frameworks.jax.patch import enable, enabled, operators, patch, unpatch
 from bedstone.frameworks.jax.pooling import avg_pool, max_pool
 from bedstone.frameworks.jax.report import Report, report, reset
-from bedstone.frameworks.jax.sharding import spatial_convolution
 from bedstone.frameworks.jax.softmax import log_softmax, softmax
+from bedstone.frameworks.jax.spatial import spatial_convolution
 
 __all__ = [
     "Report",

@@ -107,9 +107,9 @@ def _backward(saved: Any, dy: Any, *, how: How, where: str) -> Any:
     return _backward_by_jax(saved, dy, how) if isinstance(dx, str) else dx
 
 
-def _sharing(*ranks: int, how: How) -> Sharing:
-    labels = tuple(f"a{i}" for i in range(ranks[0]))
-    return Sharing((labels,) * len(ranks), labels, frozenset(labels))
+def _sharing(*shapes: tuple[int, ...], how: How) -> Sharing:
+    axes = tuple((f"a{i}",) for i in range(len(shapes[0])))
+    return Sharing((axes,) * len(shapes), axes, frozenset(label for (label,) in axes))
 
 
 forward_p = primitive("activation", _forward, lambda x, how: x, _sharing)

@@ -45,11 +45,7 @@ def convolution(
     numbers = lax.conv_dimension_numbers(x.shape, w.shape, dimension_numbers)
     strides = (stride,) * axes if isinstance(stride, int) else tuple(stride)
     steps = (dilation,) * axes if isinstance(dilation, int) else tuple(dilation)
-    if isinstance(padding, int):
-        padding = [(padding, padding)] * axes
-    elif isinstance(padding, str):
-        padding = _named(x, w, numbers, strides, steps, padding)
-    pads = tuple((int(low), int(high)) for low, high in padding)
+    pads = pads_of(x.shape, w.shape, numbers, strides, steps, padding)
     how = How(strides, pads, steps, groups, *map(tuple, numbers), reduced=reduced(precision))
     try:
         check(x, w, how)
@@ -73,10 +69,17 @@ def reduced(precision: Any) -> bool:
     )
 
 
-def _named(x: Any, w: Any, numbers: Any, strides: Any, steps: Any, name: str) -> Any:
-    size = [x.shape[i] for i in numbers.lhs_spec[2:]]
-    window = [(w.shape[i] - 1) * d + 1 for i, d in zip(numbers.rhs_spec[2:], steps)]
-    return lax.padtype_to_pads(size, window, strides, name)
+def pads_of(
+    x: Sequence[int], w: Sequence[int], numbers: Any, strides: Ints, steps: Ints, padding: Any
+) -> tuple[tuple[int, int], ...]:
+    """(low, high) an axis, for shapes x and w; of padding by name, number or pairs."""
+    if isinstance(padding, int):
+        return ((padding, padding),) * len(strides)
+    if isinstance(padding, str):
+        size = [x[i] for i in numbers.lhs_spec[2:]]
+        window = [(w[i] - 1) * d + 1 for i, d in zip(numbers.rhs_spec[2:], steps)]
+        padding = lax.padtype_to_pads(size, window, strides, padding)
+    return tuple((int(low), int(high)) for low, high in padding)
 
 
 def check(x: Any, w: Any, how: How, transposed: Ints | None = None) -> str:
@@ -124,11 +127,9 @@ def take_convolution(
     strides = tuple(int(s) for s in window_strides)
     steps = tuple(rhs_dilation) if rhs_dilation is not None else (1,) * axes
     dilated = lhs_dilation is not None and any(step != 1 for step in lhs_dilation)
-    if isinstance(padding, str):
-        if dilated:
-            raise Native("named padding of a dilated image")
-        padding = _named(x, w, numbers, strides, steps, padding)
-    pads = tuple((int(low), int(high)) for low, high in padding)
+    if dilated and isinstance(padding, str):
+        raise Native("named padding of a dilated image")
+    pads = pads_of(x.shape, w.shape, numbers, strides, steps, padding)
     try:
         if dilated:
             if any(stride != 1 for stride in strides):

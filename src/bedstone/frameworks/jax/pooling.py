@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -165,25 +165,35 @@ def _spread(dy: Any, *, how: How, shape: Shape, where: str) -> Any:
     return jax.linear_transpose(lambda x: _forward_by_jax(x, how), whole)(dy)[0]
 
 
-def _sharing(rank: int, *ranks: int, how: How, shape: Shape = ()) -> Sharing:
-    """All but the spatial axes may be cut; x's and y's spatial axes are not those of the other."""
-    wide, narrow = (
-        tuple(f"{part}{i}" if i in how.spatial else f"n{i}" for i in range(rank)) for part in "xy"
-    )
-    free = frozenset(label for label in wide if label in narrow)
+def _sharing(x: Shape, *others: Shape, how: How, shape: Shape = ()) -> Sharing:
+    """N and C may be cut, and a spatial axis of windows next to each other; of other spatial axes,
+    those of x and y have nothing in common."""
+    x = shape or x
+    wide, narrow, sizes = [], [], {}
+    for i, (size, result) in enumerate(zip(x, how.result(x))):
+        apart = how.padding[i] == (0, 0) and size == result * how.stride[i]
+        apart = apart and (how.window[i] - 1) * how.dilation[i] < how.stride[i]
+        if i not in how.spatial:
+            wide.append((f"n{i}",)), narrow.append((f"n{i}",))
+        elif apart and how.stride[i] > 1:
+            wide.append((f"n{i}", f"u{i}")), narrow.append((f"n{i}",))
+            sizes |= {f"n{i}": result, f"u{i}": how.stride[i]}
+        else:
+            wide.append((f"x{i}",)), narrow.append((f"y{i}",))
+    free = frozenset(axis[0] for axis in narrow if axis[0].startswith("n"))
     if shape:  # dy -> dx
-        return Sharing((narrow,), wide, free)
-    return Sharing((wide,), narrow, free)
+        return Sharing((tuple(narrow),), tuple(wide), free, sizes)
+    return Sharing((tuple(wide),), tuple(narrow), free, sizes)
 
 
-def _sharing_gather(rank: int, *ranks: int, how: How) -> Sharing:
-    one = _sharing(rank, how=how)
-    return Sharing((one.operands[0],) * 2, one.result, one.free)
+def _sharing_gather(x: Shape, *others: Shape, how: How) -> Sharing:
+    one = _sharing(x, how=how)
+    return replace(one, operands=one.operands * 2)
 
 
-def _sharing_scatter(rank: int, *ranks: int, how: How) -> Sharing:
-    one = _sharing(rank, how=how)
-    return Sharing((one.operands[0], one.result), one.operands[0], one.free)
+def _sharing_scatter(x: Shape, *others: Shape, how: How) -> Sharing:
+    one = _sharing(x, how=how)
+    return replace(one, operands=(*one.operands, one.result), result=one.operands[0])
 
 
 max_p = primitive("max_pool", _forward, lambda x, how: how.result(x), _sharing)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +19,9 @@ from jax import lax
 from jax.interpreters import ad, batching
 
 from bedstone import ConvolutionDesc, ConvolutionProblem, TensorDesc
-from bedstone.frameworks.jax import handler
+from bedstone.frameworks.jax import halo, handler
 from bedstone.frameworks.jax.rules import bind, primitive
-from bedstone.frameworks.jax.sharding import Sharing
+from bedstone.frameworks.jax.sharding import Cuts, Sharing
 
 Shape = tuple[int, ...]
 _conv_general_dilated = lax.conv_general_dilated  # as it is before anybody replaces it
@@ -68,8 +69,8 @@ def _logical(shape: Shape, places: Shape) -> Shape:
     return tuple(shape[place] for place in places)
 
 
-def _placed(dims: Shape, places: Shape) -> Shape:
-    shape = [0] * len(dims)
+def _placed(dims: Sequence[Any], places: Shape) -> tuple[Any, ...]:
+    shape: list[Any] = [0] * len(dims)
     for dim, place in zip(dims, places):
         shape[place] = dim
     return tuple(shape)
@@ -87,18 +88,22 @@ def problem(direction: str, how: How, x: Shape, w: Shape, y: Shape, dtype: Any, 
     return ConvolutionProblem(direction, *descs, how.conv, math="tf32" if tf32 else "ieee")
 
 
-def _shapes(direction: str, how: How, a: Any, b: Any, shape: Shape) -> tuple[Shape, Shape, Shape]:
-    """The shapes of x, w and y, from the two operands and the result's own shape."""
+def _shapes(
+    direction: str, how: How, a: Shape, b: Shape, shape: Shape
+) -> tuple[Shape, Shape, Shape]:
+    """The shapes of x, w and y, from those of the two operands and of the result."""
     if direction == "forward":
-        return a.shape, b.shape, shape
+        return a, b, shape
     if direction == "backward_data":  # (dy, w) -> dx
-        return shape, b.shape, a.shape
-    return a.shape, shape, b.shape  # (x, dy) -> dw
+        return shape, b, a
+    return a, shape, b  # (x, dy) -> dw
 
 
 def _run(direction: str, a: Any, b: Any, *, how: How, shape: Shape, where: str) -> Any:
     """The custom call. Plans want (x, w), (w, dy) and (x, dy)."""
-    asked = problem(direction, how, *_shapes(direction, how, a, b, shape), a.dtype, where)
+    asked = problem(
+        direction, how, *_shapes(direction, how, a.shape, b.shape, shape), a.dtype, where
+    )
     operands = (b, a) if direction == "backward_data" else (a, b)
     result = handler.call(asked, operands, shape, where)
     # (No kernel: for a gradient, or a batch, of a convolution that was ours.)
@@ -125,18 +130,68 @@ def _native(direction: str, a: Any, b: Any, how: How, shape: Shape) -> Any:
     return jax.linear_transpose(lambda w: convolve(a, w), result)(b)[0]
 
 
-def _sharing(direction: str, *ranks: int, how: How, shape: Shape) -> Sharing:
-    """The batch may be cut; a gradient by filter is a sum over it."""
-    batch = {
-        "forward": (how.x[0], None, how.y[0]),
-        "backward_data": (how.y[0], None, how.x[0]),
-        "backward_filter": (how.x[0], how.y[0], None),
-    }[direction]
-    labels = [
-        tuple("n" if i == at else f"{part}{i}" for i in range(len(shape)))
-        for part, at in zip("abc", batch)
+def _factors(direction: str, how: How, x: Shape, w: Shape, y: Shape) -> Any:
+    """The axes of x, w and y by their factors, as `Sharing` wants them; the factors that may be cut
+    along, their sizes, and how much a share must hold."""
+    apart = w[how.w[1]]  # channels of a group
+    sizes: dict[str, int] = {}
+    channels, filters, inner = ("c",), ("k",), ("c",)
+    free = {"n", "c", "k"}
+    if how.groups > 1:  # whole groups stay together
+        sizes = {"g": how.groups, "c": apart, "k": w[how.w[0]] // how.groups}
+        free = {"n", "g"}
+        channels, filters = (tuple(f for f in ("g", n) if sizes[f] > 1) for n in ("c", "k"))
+    least: dict[str, int] = {}
+    images, windows, results = [], [], []
+    for i in range(len(how.stride)):
+        size, window, result = (a[p[2 + i]] for a, p in ((x, how.x), (w, how.w), (y, how.y)))
+        wanted = halo.least(direction, how, i, size, window, result)
+        windows.append((f"r{i}",))
+        if wanted is None:
+            images.append((f"x{i}",)), results.append((f"y{i}",))
+            continue
+        free.add(f"s{i}")
+        least[f"s{i}"] = wanted
+        results.append((f"s{i}",))
+        images.append((f"s{i}", f"u{i}") if how.stride[i] > 1 else (f"s{i}",))
+        if how.stride[i] > 1:
+            sizes |= {f"s{i}": result, f"u{i}": how.stride[i]}
+    axes = [
+        _placed((("n",), channels, *images), how.x),
+        _placed((filters, inner, *windows), how.w),
+        _placed((("n",), filters, *results), how.y),
     ]
-    return Sharing((labels[0], labels[1]), labels[2], frozenset("n"))
+    used = {factor for part in axes for axis in part for factor in axis}
+    sizes = {factor: size for factor, size in sizes.items() if factor in used}
+    return axes, frozenset(free), sizes, least
+
+
+def _sharing(direction: str, a: Shape, b: Shape, *, how: How, shape: Shape) -> Sharing:
+    """Batch, channels (of whole groups) and filters may be cut, and spatial axes where a device's
+    part of x is the stride times its part of y."""
+    x, w, y = _shapes(direction, how, a, b, shape)
+    (xs, ws, ys), free, sizes, least = _factors(direction, how, x, w, y)
+    operands, result = {
+        "forward": ((xs, ws), ys),
+        "backward_data": ((ys, ws), xs),
+        "backward_filter": ((xs, ys), ws),
+    }[direction]
+    return Sharing(operands, result, free, sizes, least, frozenset(least))
+
+
+def _adapt(direction: str, cuts: Cuts, parts: Any, params: Any) -> Any:
+    """A share's operands with the halos from the neighbours, and its own convolution."""
+    how, shape = params["how"], params["shape"]
+    x, w, _ = _shapes(direction, how, *(part.shape for part in parts), shape)
+    how = how.with_groups(x[how.x[1]] // w[how.w[1]])
+    window = tuple(w[i] for i in how.w[2:])
+    over = {
+        i: (cuts.names[f"s{i}"], cuts.counts[f"s{i}"])
+        for i in range(len(window))
+        if f"s{i}" in cuts.names
+    }
+    how, parts = halo.share(direction, how, parts, window, over)
+    return parts, {"how": how, "shape": shape}
 
 
 def _primitive(direction: str) -> Any:
@@ -145,6 +200,7 @@ def _primitive(direction: str) -> Any:
         functools.partial(_run, direction),
         lambda *shapes, how, shape: shape,
         functools.partial(_sharing, direction),
+        functools.partial(_adapt, direction),
     )
 
 

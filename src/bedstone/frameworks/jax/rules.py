@@ -20,7 +20,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from bedstone.frameworks.jax import handler
-from bedstone.frameworks.jax.sharding import Sharing
+from bedstone.frameworks.jax.sharding import Cuts, Sharing
 
 Shape = tuple[int, ...]
 DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -45,12 +45,14 @@ def primitive(
     run: Callable[..., Any],
     shape_of: Callable[..., Shape],
     sharing: Callable[..., Sharing],
+    adapt: Callable[..., Any] | None = None,
 ) -> Any:
     """A primitive of one result, of the dtype of its first operand.
 
     run(*arrays, where, **params)  the result, on tracers, as a program for the platform `where`
     shape_of(*shapes, **params)    its shape
-    sharing(*ranks, **params)      which axes may be cut over devices
+    sharing(*shapes, **params)     which axes may be cut over devices
+    adapt(cuts, parts, params)     the operands and parameters of a share; None: those of the whole
     """
     made = core.Primitive(f"bedstone_{name}")
 
@@ -61,25 +63,37 @@ def primitive(
             return avals[0].update(shape=shape, weak_type=False)
         return jax.core.ShapedArray(shape, avals[0].dtype)
 
-    def lowered(where: str, *operands: Any, **params: Any) -> Any:
-        axes = sharing(*(operand.ndim for operand in operands), **params)
+    def lowered(where: str, devices: int, *operands: Any, **params: Any) -> Any:
+        axes = sharing(*(operand.shape for operand in operands), **params).over(devices)
 
-        def share(*parts: Any) -> Any:
-            if "shape" not in params:
-                return run(*parts, where=where, **params)
-            shape = axes.shape(params["shape"], parts)
-            return run(*parts, where=where, **{**params, "shape": shape})
+        def share(cuts: Cuts, *parts: Any) -> Any:
+            local = dict(params)
+            if "shape" in params:
+                local["shape"] = cuts.share(params["shape"], axes.result)
+            if adapt is not None:
+                parts, local = adapt(cuts, parts, local)
+            return run(*parts, where=where, **local)
 
         return axes.tell(share)(*operands)
 
     made.def_impl(functools.partial(dispatch.apply_primitive, made))
     made.def_abstract_eval(abstract)
+
+    def rule(where: str, context: Any, *operands: Any, **params: Any) -> Any:
+        written = functools.partial(lowered, where, _devices(context.module_context.axis_context))
+        return mlir.lower_fun(written, multiple_results=False)(context, *operands, **params)
+
     for where in handler.PLATFORMS:
-        rule = mlir.lower_fun(functools.partial(lowered, where), multiple_results=False)
-        mlir.register_lowering(made, rule, platform=where)
+        mlir.register_lowering(made, functools.partial(rule, where), platform=where)
     # Lowering asks which devices there are, as custom_partitioning does; JAX has no public word.
     dispatch.prim_requires_devices_during_lowering.add(made)
     return made
+
+
+def _devices(context: Any) -> int:
+    """How many devices a program is lowered for."""
+    mesh = getattr(context, "mesh", None)
+    return mesh.size if mesh is not None else getattr(context, "num_devices", 1)
 
 
 def _varying(aval: Any) -> frozenset[Any]:

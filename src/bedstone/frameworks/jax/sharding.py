@@ -1,135 +1,146 @@
 """Sharded arrays: axes that every device may have a share of under plain jit, and rows of images
 under shard_map.
 
-`Sharing` tells XLA's partitioner which axes may be cut (the batch of a convolution, all axes of an
-activation): each device then works on its own share. Along every other axis, shares are gathered
-first.
-`spatial_convolution` is for use inside `jax.shard_map`, with images cut by rows: neighbours send
-each other the rows at the cuts (a halo), and the zeros that no neighbour sends are the padding.
+`Sharing` tells XLA's partitioner which axes may be cut (batch, channels and rows of a convolution,
+all axes of an activation): each device then works on its own share, and where windows reach over a
+cut, neighbours send each other what lies there (a halo). Along every other axis, shares are
+gathered first. `spatial_convolution` is the same exchange for use inside `jax.shard_map`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from bedstone import InvalidDescriptor
+Axis = tuple[str, ...]  # the factors of an axis's size, the slowest first
+Axes = tuple[Axis, ...]
 
-Labels = tuple[str, ...]
+
+@dataclass(frozen=True)
+class Cuts:
+    """How a call is cut: factor -> the mesh's axes over which it is, and into how many shares."""
+
+    names: Mapping[str, Any]
+    counts: Mapping[str, int]
+
+    def share(self, shape: Sequence[int], axes: Axes) -> tuple[int, ...]:
+        """The shape of a share."""
+        return tuple(size // self.counts.get(axis[0], 1) for size, axis in zip(shape, axes))
+
+
+NONE = Cuts({}, {})
+Run = Callable[..., Any]  # (cuts, *parts) -> the share of the result, summed or not
 
 
 @dataclass(frozen=True)
 class Sharing:
     """Which axes of a call may be cut over devices, each of which then works on its own share.
 
-    operands, result  a label for every axis; axes of one label are cut alike
-    free              the labels of the axes that may be cut; a sum over such an axis (one that the
-                      result lacks) becomes a sum over the devices too
+    operands, result  the factors of every axis; axes of one slowest factor are cut alike
+    free              the factors that may be cut; a sum over such a factor (one that the result
+                      lacks) becomes a sum over the devices too
+    sizes             of the factors of axes that have several
+    least             what a share of a factor must hold at least, where that is more than 1
+    sent              those of the free factors at whose cuts neighbours send each other halos
     """
 
-    operands: tuple[Labels, ...]
-    result: Labels
+    operands: tuple[Axes, ...]
+    result: Axes
     free: frozenset[str]
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    least: Mapping[str, int] = field(default_factory=dict)
+    sent: frozenset[str] = frozenset()
 
-    def shape(self, whole: tuple[int, ...], parts: Sequence[Any]) -> tuple[int, ...]:
-        """The shape of a share of a result of shape `whole`, made from these parts."""
-        sizes = {
-            label: size
-            for labels, part in zip(self.operands, parts)
-            for label, size in zip(labels, part.shape)
-            if label in self.free
-        }
-        return tuple(sizes.get(label, size) for label, size in zip(self.result, whole))
+    @classmethod
+    def alike(cls, operands: Sequence[str], result: str, free: str) -> Sharing:
+        """Axes that are letters, of one factor each."""
+        axes = [tuple((letter,) for letter in word) for word in (*operands, result)]
+        return cls(tuple(axes[:-1]), axes[-1], frozenset(free))
 
-    def _names(self, arguments: Any) -> dict[str, Any]:
-        """label -> the axes of the mesh over which it is cut."""
-        found: dict[str, Any] = {}
-        for labels, argument in zip(self.operands, arguments):
-            for label, names in zip(labels, getattr(argument.sharding, "spec", ())):
-                taken = {n for given in found.values() for n in _flat(given)}
-                if names is not None and label in self.free and not taken & set(_flat(names)):
-                    found.setdefault(label, names)
-        return found
+    def over(self, devices: int) -> Sharing:
+        """The same, without cuts of axes of several factors that so many devices would not share
+        evenly: XLA would cut the slowest factor over some of the devices and the next one over the
+        others, and custom_partitioning has no word for a part of a mesh's axis."""
+        every = (*self.operands, self.result)
+        several = {axis for axes in every for axis in axes if len(axis) > 1}
+        uneven = {axis[0] for axis in several if self.sizes[axis[0]] % devices}
+        if not uneven:
+            return self
+        whole = [
+            tuple(("".join(axis),) if axis[0] in uneven else axis for axis in axes)
+            for axes in every
+        ]  # fmt: skip
+        return replace(
+            self, operands=tuple(whole[:-1]), result=whole[-1], free=self.free - uneven,
+            sent=self.sent - uneven,
+        )  # fmt: skip
 
-    def tell(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run(*operands)`, which works on any share, told to XLA's partitioner."""
+    def _cuts(self, mesh: Any, arguments: Any) -> Cuts:
+        names: dict[str, Any] = {}
+        counts: dict[str, int] = {}
+        for axes, argument in zip(self.operands, arguments):
+            given = getattr(argument.sharding, "spec", ())
+            for axis, size, over in zip(axes, argument.shape, given):
+                label, taken = axis[0], {n for found in names.values() for n in _flat(found)}
+                if over is None or label not in self.free or taken & set(_flat(over)):
+                    continue
+                count = math.prod(mesh.shape[name] for name in _flat(over))
+                share, rest = divmod(self.sizes.get(label, size), count)
+                if label not in names and not rest and share >= self.least.get(label, 1):
+                    names[label], counts[label] = over, count
+        return Cuts(names, counts)
 
-        def place(mesh: Any, labels: Labels, found: dict[str, Any]) -> NamedSharding:
-            return NamedSharding(mesh, PartitionSpec(*(found.get(label) for label in labels)))
+    def tell(self, run: Run) -> Callable[..., Any]:
+        """`run(NONE, *operands)`, told to XLA's partitioner."""
+
+        def place(mesh: Any, axes: Axes, cuts: Cuts) -> NamedSharding:
+            return NamedSharding(mesh, PartitionSpec(*(cuts.names.get(axis[0]) for axis in axes)))
 
         def partition(mesh: Any, arguments: Any, result: Any) -> Any:
-            found = self._names(arguments)
+            cuts = self._cuts(mesh, arguments)
+            kept = {axis[0] for axis in self.result}
             summed = tuple(
-                name for label, names in found.items() if label not in self.result
+                name for label, names in cuts.names.items() if label not in kept
                 for name in _flat(names)
             )  # fmt: skip
 
             def share(*parts: Any) -> Any:
-                return lax.psum(run(*parts), summed) if summed else run(*parts)
+                return lax.psum(run(cuts, *parts), summed) if summed else run(cuts, *parts)
 
-            places = tuple(place(mesh, labels, found) for labels in self.operands)
-            return mesh, share, place(mesh, self.result, found), places
+            places = tuple(place(mesh, axes, cuts) for axes in self.operands)
+            return mesh, share, place(mesh, self.result, cuts), places
 
         def infer(mesh: Any, arguments: Any, result: Any) -> Any:
-            return place(mesh, self.result, self._names(arguments))
+            return place(mesh, self.result, self._cuts(mesh, arguments))
 
-        every = dict.fromkeys(label for labels in (*self.operands, self.result) for label in labels)
-        rule = ", ".join(" ".join(labels) for labels in self.operands)
-        made = custom_partitioning(run)
+        every = dict.fromkeys(f for axes in (*self.operands, self.result) for a in axes for f in a)
+        kept = {factor for axis in self.result for factor in axis}
+        alone = {
+            axis[0] for axes in (*self.operands, self.result) for axis in axes if len(axis) == 1
+        }
+        words = [" ".join(map(_word, axes)) for axes in (*self.operands, self.result)]
+        made = custom_partitioning(lambda *parts: run(NONE, *parts))
         made.def_partition(
             partition,
             infer_sharding_from_operands=infer,
-            sharding_rule=f"{rule} -> {' '.join(self.result)}",
+            sharding_rule=f"{', '.join(words[:-1])} -> {words[-1]}",
             need_replication_factors=tuple(x for x in every if x not in self.free),
-            reduction_factors=tuple(x for x in every if x in self.free and x not in self.result),
+            reduction_factors=tuple(x for x in every if x in self.free and x not in kept),
+            permutation_factors=tuple(x for x in every if x in self.sent and x in kept),
+            **{factor: self.sizes[factor] for factor in every if factor not in alone},
         )
         return made
 
 
+def _word(axis: Axis) -> str:
+    return axis[0] if len(axis) == 1 else f"({' '.join(axis)})"
+
+
 def _flat(names: Any) -> tuple[Any, ...]:
     return names if isinstance(names, tuple) else (names,)
-
-
-def spatial_convolution(
-    x: Any, w: Any, axis_name: str, *, padding: Any = "SAME", dilation: int = 1, groups: int = 1
-) -> Any:
-    """The share of a convolution of images that are cut by rows over a mesh axis.
-
-    x        this device's rows, (N, C, H / devices, W); the devices in the order of the rows
-    w        filters (K, C/groups, R, S), the same on all
-    padding  "SAME", or one (low, high) pair for each of H and W whose sum for H is the window's
-             height less one: as many rows come out as go in
-    returns  this device's rows of the result, (N, K, H / devices, W'); stride 1
-
-    Use inside jax.shard_map. Raises InvalidDescriptor for other paddings, and where a device has
-    fewer rows than its neighbour needs.
-    """
-    from bedstone.frameworks.jax.convolution import convolution
-
-    reach = dilation * (w.shape[2] - 1)
-    if padding == "SAME":
-        wide = dilation * (w.shape[3] - 1)
-        padding = ((reach // 2, reach - reach // 2), (wide // 2, wide - wide // 2))
-    (low, high), columns = padding
-    if low + high != reach or min(low, high) < 0:
-        raise InvalidDescriptor("padding", padding, f"{reach} rows in all, 0 or more each side")
-    rows = x.shape[2]
-    if max(low, high) > rows:
-        raise InvalidDescriptor("x", tuple(x.shape), f"{max(low, high)} rows on each device")
-    count = jax.lax.axis_size(axis_name)
-    above = [(i, i + 1) for i in range(count - 1)]
-    parts = [x]
-    if low:  # the last rows of the device before; zeros for the first
-        parts.insert(0, lax.ppermute(x[:, :, rows - low :], axis_name, above))
-    if high:
-        below = [(b, a) for a, b in above]
-        parts.append(lax.ppermute(x[:, :, :high], axis_name, below))
-    grown = jnp.concatenate(parts, 2) if len(parts) > 1 else x
-    return convolution(grown, w, 1, ((0, 0), tuple(columns)), dilation=dilation, groups=groups)

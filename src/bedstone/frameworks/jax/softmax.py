@@ -78,10 +78,10 @@ def _log_tangent(y: Any, t: Any, *, how: How, where: str) -> Any:
     return _tangent_by_jax(y, t, how)
 
 
-def _sharing(*ranks: int, how: How) -> Sharing:
-    labels = tuple(f"a{i}" for i in range(ranks[0]))
-    free = frozenset(label for i, label in enumerate(labels) if i not in how.axes)
-    return Sharing((labels,) * len(ranks), labels, free)
+def _sharing(*shapes: Sequence[int], how: How) -> Sharing:
+    axes = tuple((f"a{i}",) for i in range(len(shapes[0])))
+    free = frozenset(label for i, (label,) in enumerate(axes) if i not in how.axes)
+    return Sharing((axes,) * len(shapes), axes, free)
 
 
 forward_p = primitive("softmax", _forward, lambda x, how: x, _sharing)
