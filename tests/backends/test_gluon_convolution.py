@@ -1,6 +1,7 @@
 """The Gluon convolutions without a GPU: what is taken, how it is cut, what the compiler made."""
 
 import itertools
+import math
 
 import pytest
 
@@ -144,6 +145,23 @@ def test_narrow_groups_lie_side_by_side(line):
 )  # fmt: skip
 def test_groups_side_by_side_fill_a_tile(line, side):
     assert sides(problem(f"backward_filter {line} float16")) == side
+
+
+@pytest.mark.parametrize(
+    "line, untried",
+    [
+        ("forward n32c128h56k128r3p1g32 bfloat16 layout=NHWC", {"grouped"}),
+        ("backward_data n50c64h56k64r1 float16", {"planar"}),
+        ("backward_filter n50c128h28k512r1 bfloat16", {"planar"}),
+        ("backward_filter n32c128h28k128r3p1g32 bfloat16 layout=NHWC", {"ws_split", "halo"}),
+        ("backward_filter n50c256h28k64r1 float32 layout=NHWC", {"bf16x6_split"}),
+        ("backward_filter n64c128h28k128r3p1 bfloat16 layout=NHWC", set()),
+    ],
+)
+def test_what_no_device_has_run_is_taken_by_name_alone(line, untried):
+    takers = [a for a in ALGORITHMS if a.supports(problem(line), DEVICE) is None]
+    endless = {a.name for a in takers if math.isinf(a.estimate(problem(line), DEVICE))}
+    assert endless == {f"gluon:implicit_gemm_{name}" for name in untried}
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward_data", "backward_filter"])

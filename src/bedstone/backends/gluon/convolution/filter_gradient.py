@@ -192,6 +192,10 @@ class FilterGradient(Algorithm):
         """Groups that a tile takes side by side."""
         return sides(problem) if self.merges else 1
 
+    def untried(self, problem: ConvolutionProblem) -> bool:
+        """True where its kernel has run on no device yet."""
+        return self.side(problem) > 1
+
     def supports(self, problem: Problem, device: Device) -> str | None:
         side = self.side(problem) if isinstance(problem, ConvolutionProblem) else 1
         reason = declines(problem, device, self.dtypes, side)
@@ -228,7 +232,8 @@ class FilterGradient(Algorithm):
             raise TypeError(f"not a convolution: {problem}")
         launches = 2 if self.split else 1
         seconds = max(self.work(problem, device).seconds, problem.bytes / tiles.BANDWIDTH)
-        return launches * tiles.LAUNCH_SECONDS + seconds
+        untried = tiles.UNTRIED_SECONDS if self.untried(problem) else 0.0
+        return launches * tiles.LAUNCH_SECONDS + seconds + untried
 
     def build(self, problem: Problem, device: Device) -> Kernel:
         if not isinstance(problem, ConvolutionProblem):

@@ -44,6 +44,9 @@ class FilterBf16x6(FilterGradient):
     table = tiles.FILTER_BF16X6
     merges = True
 
+    def untried(self, problem: ConvolutionProblem) -> bool:
+        return True
+
     def supports(self, problem: Problem, device: Device) -> str | None:
         reason = super().supports(problem, device)
         if reason is None and problem.math not in self.math:  # type: ignore[attr-defined]

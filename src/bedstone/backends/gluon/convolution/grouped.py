@@ -141,7 +141,8 @@ class Grouped(Algorithm):
 
     def estimate(self, problem: Problem, device: Device) -> float:
         seconds = self.choice(problem, device).seconds
-        return tiles.LAUNCH_SECONDS + max(seconds, problem.bytes / tiles.BANDWIDTH)
+        seconds = max(seconds, problem.bytes / tiles.BANDWIDTH)
+        return tiles.LAUNCH_SECONDS + seconds + tiles.UNTRIED_SECONDS
 
     def build(self, problem: Problem, device: Device) -> Kernel:
         if not isinstance(problem, ConvolutionProblem):

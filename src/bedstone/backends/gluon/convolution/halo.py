@@ -64,6 +64,9 @@ class FilterHalo(FilterGradient):
     name = "gluon:implicit_gemm_halo"
     merges = True
 
+    def untried(self, problem: ConvolutionProblem) -> bool:
+        return problem.conv.groups > 1
+
     def supports(self, problem: Problem, device: Device) -> str | None:
         reason = super().supports(problem, device)
         if reason is not None or not isinstance(problem, ConvolutionProblem):

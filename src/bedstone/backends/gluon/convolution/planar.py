@@ -142,7 +142,8 @@ class PlanarImages(Algorithm):
         if not isinstance(problem, ConvolutionProblem):
             raise TypeError(f"not a convolution: {problem}")
         seconds = choose_planar(problem, multiprocessors(device)).seconds
-        return tiles.LAUNCH_SECONDS + max(seconds, problem.bytes / tiles.BANDWIDTH)
+        seconds = max(seconds, problem.bytes / tiles.BANDWIDTH)
+        return tiles.LAUNCH_SECONDS + seconds + tiles.UNTRIED_SECONDS
 
     def build(self, problem: Problem, device: Device) -> Kernel:
         if not isinstance(problem, ConvolutionProblem):
@@ -236,7 +237,7 @@ class PlanarFilter(Algorithm):
 
     def estimate(self, problem: Problem, device: Device) -> float:
         seconds = max(self.work(problem, device)[1].seconds, problem.bytes / tiles.BANDWIDTH)
-        return 2 * tiles.LAUNCH_SECONDS + seconds
+        return 2 * tiles.LAUNCH_SECONDS + seconds + tiles.UNTRIED_SECONDS
 
     def build(self, problem: Problem, device: Device) -> Kernel:
         tile, work = self.work(problem, device)

@@ -10,12 +10,16 @@ bench/gpu_check_gluon.py --tiles.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 MULTIPROCESSORS = 132  # of an H100 SXM or H200; what is compiled for when no device is there
 SHARED_BYTES = 232448  # that a program may have
 BANDWIDTH = 4.0e12  # bytes/s of device memory, read and written
 LAUNCH_SECONDS = 2e-6
+# Added to the estimates of kernels that compile but that no device has run yet: they are taken by
+# name, or by find, which compares their results with others'. 0 once a device has checked them.
+UNTRIED_SECONDS = math.inf
 WARPGROUP = 128  # threads of a consumer
 # Accumulators a thread, beyond which an epilogue that is more than a conversion spills.
 LIGHT_ACCUMULATORS = 64
