@@ -137,10 +137,10 @@ def test_no_filter_to_prepare(line):
 @pytest.mark.parametrize("algorithm", ["reference:direct", "cpu:implicit_gemm"])
 def test_a_kernel_that_packs_nothing(algorithm):
     """1x1 filters in rows are read where they lie, and so does the reference."""
-    problem = parse_problem("convolution forward n1c8h4w4k16r1 float32")
+    problem = parse_problem("convolution forward n1c8h4w4k64r1 float32")
     plan = Handle("cpu").plan(problem, algorithm)
-    x, w = np.ones((1, 8, 4, 4), np.float32), np.ones((16, 8, 1, 1), np.float32)
-    y = np.empty((1, 16, 4, 4), np.float32)
+    x, w = np.ones((1, 8, 4, 4), np.float32), np.ones((64, 8, 1, 1), np.float32)
+    y = np.empty((1, 64, 4, 4), np.float32)
     prepared = plan.prepare(w)
     assert plan.prepared_size == 0 and prepared.packed == 0
     prepared.execute(x, y)

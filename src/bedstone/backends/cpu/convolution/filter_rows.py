@@ -1,4 +1,4 @@
-"""Packing a filter whose reduced channels lie far apart, by transposing in registers.
+"""How a filter's rows lie in memory: as they are multiplied, or to be transposed in registers.
 
 In backward_data with channels first the sum runs over k, and w[k][c][r][s] has c and the taps side
 by side. A panel's rows (c) with all their taps are therefore one run of memory for each k: vectors
@@ -20,6 +20,20 @@ if TYPE_CHECKING:
     from bedstone.backends.cpu.convolution.image_product import Blocking
 
 VECTORS_MAX = 48  # of a panel's run: each is written out in the kernel
+
+
+def rows_of_filter(g: Geometry, item: int, taps_max: int) -> str:
+    """The order in which an outer channel's elements lie side by side: "tap, channel" or
+    "channel, tap" (of at most `taps_max` taps); "" if there is none."""
+    if len(g.phases) > 1:
+        return ""
+    taps = [tap.filter for tap in g.phases[0].taps]
+    channel = g.inner.filter
+    if channel == item and taps == [t * g.inner.size * item for t in range(len(taps))]:
+        return "tap, channel"
+    if channel == len(taps) * item and taps == [t * item for t in range(len(taps))]:
+        return "channel, tap" if len(taps) <= taps_max else ""
+    return ""
 
 
 def turns(g: Geometry, plan: Blocking, item: int) -> bool:

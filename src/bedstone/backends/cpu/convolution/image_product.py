@@ -17,7 +17,7 @@ from typing import Any
 
 from bedstone.backends.cpu.activation import emit_epilogue
 from bedstone.backends.cpu.builder import F64, I64, Call, Job, KernelBuilder, itemsize
-from bedstone.backends.cpu.convolution.filter_rows import turn_rows, turns
+from bedstone.backends.cpu.convolution.filter_rows import rows_of_filter, turn_rows, turns
 from bedstone.backends.cpu.convolution.geometry import Geometry, geometry
 from bedstone.backends.cpu.convolution.packed_filter import FilterKernel, Operands, Packed
 from bedstone.backends.cpu.convolution.patches import (
@@ -122,7 +122,7 @@ def blocking(g: Geometry, dtype: str, sum_dtype: str, target: Target) -> Blockin
     size = (outer, pixels) if lanes_are_pixels else (pixels, outer)
     rows, vectors = choose_shape(target, sum_dtype, *size)
     readable = lanes_are_pixels and dtype == sum_dtype and rows <= outer and g.outer.filter > 0
-    order = rows_of_filter(g, item) if readable else ""
+    order = rows_of_filter(g, item, DEPTH) if readable else ""
     if order == "channel, tap":
         tap_chunk, tap_chunks = g.taps, 1
         channel_chunk, channel_chunks = even_pieces(g.inner.size, max(1, DEPTH // g.taps))
@@ -158,24 +158,8 @@ def blocking(g: Geometry, dtype: str, sum_dtype: str, target: Target) -> Blockin
     )  # fmt: skip
 
 
-def rows_of_filter(g: Geometry, item: int) -> str:
-    """The order in which an outer channel's elements lie side by side: "tap, channel" or
-    "channel, tap"; "" if there is none."""
-    if len(g.phases) > 1:
-        return ""
-    taps = [tap.filter for tap in g.phases[0].taps]
-    channel = g.inner.filter
-    if channel == item and taps == [t * g.inner.size * item for t in range(len(taps))]:
-        return "tap, channel"
-    if channel == len(taps) * item and taps == [t * item for t in range(len(taps))]:
-        return "channel, tap" if len(taps) <= DEPTH else ""
-    return ""
-
-
-PACK_FLOPS = {
-    True: 12.0,
-    False: 100.0,
-}  # of the peak rate, per patch element: neighbours? gathered?
+# Of the peak rate, packing a patch's element: from neighbours? gathered?
+PACK_FLOPS = {True: 12.0, False: 100.0}
 # Packing a filter's element: by transposing in registers? gathered?
 FILTER_FLOPS = {True: 50.0, False: 200.0}
 TILE_CYCLES = 100.0  # around the products of a tile and chunk: with 9 products they take 3/4

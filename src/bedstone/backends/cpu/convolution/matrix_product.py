@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from bedstone.backends.cpu import matrix_unit
 from bedstone.backends.cpu.builder import Int, Job
+from bedstone.backends.cpu.convolution.filter_rows import rows_of_filter
 from bedstone.backends.cpu.convolution.geometry import Geometry, geometry
 from bedstone.backends.cpu.convolution.image_product import (
     FEW_CHANNELS,
@@ -22,7 +23,6 @@ from bedstone.backends.cpu.convolution.image_product import (
     Blocking,
     ImageProduct,
     even_pieces,
-    rows_of_filter,
 )
 from bedstone.backends.cpu.convolution.matrix_packing import (
     finish_left,
@@ -62,7 +62,7 @@ def blocking(g: Geometry, dtype: str, pieces: int, target: Target) -> Blocking:
     pixel_contiguous = bool(g.axes) and g.axes[-1].image == item
     lanes_are_pixels = pixel_contiguous or g.inner.tensor != item or g.inner.size < FEW_CHANNELS
     channel_major = (
-        lanes_are_pixels and g.taps <= DEPTH and rows_of_filter(g, item) == "channel, tap"
+        lanes_are_pixels and g.taps <= DEPTH and rows_of_filter(g, item, DEPTH) == "channel, tap"
     )
     if channel_major:
         tap_chunk, tap_chunks = g.taps, 1
