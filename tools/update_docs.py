@@ -88,6 +88,20 @@ def torch_table() -> str | None:
     return "\n".join(rows)
 
 
+def torch_coverage() -> str | None:
+    """Calls of PyTorch and where they run, as its report says; None where it is not installed, or
+    has no kernels to take the place of."""
+    if importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+
+    if not hasattr(torch.library, "get_kernel"):
+        return None
+    from bedstone.frameworks.torch.coverage import coverage_table
+
+    return coverage_table()
+
+
 def paddle_table() -> str | None:
     """PaddlePaddle's operators and where they run, as its report says; None where it is not
     installed."""
@@ -229,6 +243,7 @@ PARTS = {
     ("docs/reference.md", "functional"): functional_reference,
     ("docs/from_cudnn.md", "cudnn"): cudnn_table,
     ("docs/pytorch.md", "torch"): torch_table,
+    ("docs/pytorch.md", "torch-coverage"): torch_coverage,
     ("docs/pytorch.md", "torch-models"): lambda: models_table("torch"),
     ("docs/paddle.md", "paddle"): paddle_table,
     ("docs/paddle.md", "paddle-times"): paddle_times,
