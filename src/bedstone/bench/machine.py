@@ -14,8 +14,8 @@ from bedstone.plan import registry
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured flops per second by accumulator dtype, and bytes per second. Empty and 0 where
-    nothing was measured."""
+    """Measured flops per second by dtype (one that is not among them: by its accumulator), and
+    bytes per second. Empty and 0 where nothing was measured."""
 
     flops: dict[str, float]
     bandwidth: float
@@ -28,6 +28,7 @@ class Ceilings:
         operands that stay in the caches.
         """
         rate = self.flops.get(str(problem.dtype.accumulator), 0.0)
+        rate = self.flops.get(str(problem.dtype), rate)
         if not rate or not self.bandwidth:
             return 0.0
         arithmetic = problem.flops / rate if problem.primitive == "convolution" else 0.0

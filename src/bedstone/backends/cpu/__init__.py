@@ -35,8 +35,11 @@ def describe() -> str:
 def ceilings() -> tuple[dict[str, float], float]:
     """Measured peaks of this CPU: flops per second by dtype, bytes per second of a copy."""
     from bedstone.backends.cpu import peak
+    from bedstone.backends.cpu.target import Target
 
     rates = {dtype: peak.flops_per_second(dtype) for dtype in ("float32", "float64")}
+    if Target.current().has_matrix_unit:
+        rates["bfloat16"] = peak.matrix_flops_per_second()
     return rates, peak.bytes_per_second()
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from bedstone.backends.cpu import matrix_unit
 from bedstone.backends.cpu.builder import KernelBuilder
 from bedstone.backends.cpu.irtypes import itemsize
 from bedstone.backends.cpu.kernel import ENTRY, compiled
@@ -20,6 +21,7 @@ from bedstone.backends.cpu.tasks import flush_streamed, store_streaming
 from bedstone.plan.config import config, get_num_threads
 
 ROUNDS = 1_000_000  # of one multiply-add on every accumulator, per task: about 5 ms
+MATRIX_ROUNDS = 100_000  # of a product of tiles, per task
 RUNS = 8
 BLOCK = 1 << 20  # bytes a copy task moves
 COPY_BYTES = 256 << 20  # far beyond the caches
@@ -42,6 +44,24 @@ def _emit_products(target: Target, dtype: str) -> KernelBuilder:
                     total.set(k.fma(factor, factor, total.value))
             for i, total in enumerate(sums):
                 k.store(total.value, base, dtype, offset=64 * i)
+    return k
+
+
+def _emit_matrix_products(target: Target) -> KernelBuilder:
+    """Every thread runs MATRIX_ROUNDS of products of operands that stay in the first cache."""
+    k = KernelBuilder(target)
+    with k.entry(ENTRY, pointers=1) as call:
+        (memory,) = call.pointers
+        with (
+            k.parallel(call.threads, call.threads) as job,
+            matrix_unit.each_task(k, job) as task,
+        ):
+            base = memory + task * 4096
+            matrix_unit.clear_sums(k)
+            with k.loop(0, MATRIX_ROUNDS):
+                pitch = matrix_unit.ROW_BYTES
+                matrix_unit.multiply(k, base, pitch, matrix_unit.ROWS * pitch, base, 2 * pitch)
+            matrix_unit.store_sums(k, base, 2 * pitch)
     return k
 
 
@@ -87,6 +107,17 @@ def flops_per_second(dtype: str = "float32", threads: int | None = None) -> floa
         seconds = _best(lambda: kernel([memory.ctypes.data]))
     lanes = target.vector_bytes // itemsize(dtype)
     return 2.0 * lanes * (target.vector_registers * 3 // 4) * ROUNDS * threads / seconds
+
+
+def matrix_flops_per_second(threads: int | None = None) -> float:
+    """Products of the matrix unit, their operands loaded from the first cache."""
+    threads = threads or get_num_threads()
+    kernel = compiled("peak of the matrix unit", _emit_matrix_products, 1)
+    memory = _aligned(4096 * threads)
+    with config(num_threads=threads):
+        seconds = _best(lambda: kernel([memory.ctypes.data]))
+    products = matrix_unit.SIDE * matrix_unit.SIDE * matrix_unit.STEPS
+    return 2.0 * products * MATRIX_ROUNDS * threads / seconds
 
 
 def bytes_per_second(threads: int | None = None) -> float:
