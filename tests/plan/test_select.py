@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 from plan_fakes import PROBLEM, Fake
@@ -27,6 +28,15 @@ def test_the_least_estimate_wins(use):
         "a:slow": "estimated 2 ms against 1",
         "b:slower": "estimated 3 ms against 1",
     }
+
+
+def test_an_infinite_estimate_is_taken_by_name_alone(use):
+    use(Fake("a:untried", math.inf), Fake("b:known", 1e-3))
+    made = plan()
+    assert made.algorithm == "b:known"
+    assert "only by name or by find" in made.choice.reasons["a:untried"]
+    named = plan(algorithm="a:untried")
+    assert named.algorithm == "a:untried" and "estimated" not in named.explain().split("not ")[0]
 
 
 def test_equal_estimates_go_by_the_order_of_the_registry(use):

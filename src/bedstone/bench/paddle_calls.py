@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from bedstone.arrays import as_array_ref
 from bedstone.bench import machine, report
 from bedstone.plan.device import cpu_device
@@ -60,13 +62,12 @@ def operators(paddle: Any) -> dict[str, Call]:
 def adapters(paddle: Any) -> dict[str, Call]:
     """Ways from a tensor to its pointer, shape, strides and dtype."""
     dlpack = importlib.import_module("paddle.utils.dlpack")
-    numpy: Any = importlib.import_module("numpy")
     x = paddle.randn([1, 4, 6, 8])
     return {
         "empty and data_ptr": lambda: paddle.empty([1, 4, 6, 8]).data_ptr(),
         "the adapter": lambda: as_array_ref(x),
         "DLPack to PaddlePaddle": lambda: dlpack.from_dlpack(dlpack.to_dlpack(x)),
-        "DLPack to NumPy": lambda: numpy.from_dlpack(x),
+        "DLPack to NumPy": lambda: np.from_dlpack(x),
         "a copy, .numpy()": lambda: x.numpy(),
     }
 

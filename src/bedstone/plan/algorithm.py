@@ -80,7 +80,8 @@ class Algorithm(ABC):
 
     @abstractmethod
     def estimate(self, problem: Problem, device: Device) -> float:
-        """Seconds expected on the device, from a small analytic model."""
+        """Seconds expected on the device, from a small analytic model; infinity for what is to be
+        taken only by name, or by find where it is measured."""
 
     @abstractmethod
     def build(self, problem: Problem, device: Device) -> Kernel:

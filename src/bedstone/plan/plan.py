@@ -5,6 +5,7 @@ PreparedPlan: the same for one filter, packed or transformed once for all calls.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -207,8 +208,8 @@ class Plan:
         description = getattr(self.kernel, "description", "")
         if description:
             lines.append(f"  {description}")
-        seconds = choice.estimates.get(self.algorithm)
-        estimate = f", estimated {seconds * 1e3:.3g} ms" if seconds is not None else ""
+        seconds = choice.estimates.get(self.algorithm, math.inf)
+        estimate = f", estimated {seconds * 1e3:.3g} ms" if math.isfinite(seconds) else ""
         lines.append(
             f"  {problem.flops / 1e9:.4g} GFLOP, at least {problem.bytes / 2**20:.4g} MiB moved, "
             f"workspace {self.workspace_size} bytes{estimate}"

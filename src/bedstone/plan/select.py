@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -125,4 +126,6 @@ def _outdone(
         return f"measured {timed[other.name] * 1e3:.3g} ms against {timed[best.name] * 1e3:.3g}"
     if other.backend == "reference":
         return "takes the problem, but is the last resort"
+    if math.isinf(seconds[other.name]):
+        return "takes the problem, but only by name or by find: nothing vouches for its estimate"
     return f"estimated {seconds[other.name] * 1e3:.3g} ms against {seconds[best.name] * 1e3:.3g}"

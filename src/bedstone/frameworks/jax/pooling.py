@@ -174,12 +174,15 @@ def _sharing(x: Shape, *others: Shape, how: How, shape: Shape = ()) -> Sharing:
         apart = how.padding[i] == (0, 0) and size == result * how.stride[i]
         apart = apart and (how.window[i] - 1) * how.dilation[i] < how.stride[i]
         if i not in how.spatial:
-            wide.append((f"n{i}",)), narrow.append((f"n{i}",))
+            wide.append((f"n{i}",))
+            narrow.append((f"n{i}",))
         elif apart and how.stride[i] > 1:
-            wide.append((f"n{i}", f"u{i}")), narrow.append((f"n{i}",))
+            wide.append((f"n{i}", f"u{i}"))
+            narrow.append((f"n{i}",))
             sizes |= {f"n{i}": result, f"u{i}": how.stride[i]}
         else:
-            wide.append((f"x{i}",)), narrow.append((f"y{i}",))
+            wide.append((f"x{i}",))
+            narrow.append((f"y{i}",))
     free = frozenset(axis[0] for axis in narrow if axis[0].startswith("n"))
     if shape:  # dy -> dx
         return Sharing((tuple(narrow),), tuple(wide), free, sizes)

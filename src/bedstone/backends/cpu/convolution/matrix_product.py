@@ -61,9 +61,7 @@ def blocking(g: Geometry, dtype: str, pieces: int, target: Target) -> Blocking:
     item = itemsize(dtype)
     pixel_contiguous = bool(g.axes) and g.axes[-1].image == item
     lanes_are_pixels = pixel_contiguous or g.inner.tensor != item or g.inner.size < FEW_CHANNELS
-    channel_major = (
-        lanes_are_pixels and g.taps <= DEPTH and rows_of_filter(g, item, DEPTH) == "channel, tap"
-    )
+    channel_major = lanes_are_pixels and rows_of_filter(g, item, DEPTH) == "channel, tap"
     if channel_major:
         tap_chunk, tap_chunks = g.taps, 1
         channel_chunk, channel_chunks = even_pieces(g.inner.size, max(1, DEPTH // max(1, g.taps)))

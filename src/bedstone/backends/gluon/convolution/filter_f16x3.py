@@ -16,6 +16,7 @@ from bedstone.backends.gluon.convolution.filter_gradient import (
     FilterGradient,
     FilterView,
     FilterWork,
+    cut_arguments,
     dw_strides,
     filter_view,
     geometry_arguments,
@@ -97,13 +98,6 @@ class FilterF16x3(FilterGradient):
     math = MATH
     planes = 2
     table = tiles.FILTER_F16X3
-
-    def supports(self, problem: Problem, device: Device) -> str | None:
-        reason = super().supports(problem, device)
-        if reason is None and problem.math not in self.math:  # type: ignore[attr-defined]
-            asked = problem.math  # type: ignore[attr-defined]
-            reason = f'takes math {" and ".join(self.math)}; the problem asks for "{asked}"'
-        return reason
 
     def workspace(self, problem: Problem, device: Device) -> int:
         if not isinstance(problem, ConvolutionProblem):
@@ -236,14 +230,7 @@ def main_launch(
     arguments: dict[str, launch.Argument] = {
         **maps,
         "part_ptr": launch.Scratch(DType.float32, where.parts),
-        "cut": work.cut,
-        "filter_tiles": launch.Scalar(-(-geo.filters // tile.bm)),
-        "channel_tiles": launch.Scalar(-(-geo.channels // tile.bk)),
-        "patches": Integers(patch.tiles),
-        "box": Integers(patch.box),
-        **geometry_arguments(view.geo, ("taps", "pad", "stride", "dilation")),
-        "filters": launch.Scalar(geo.filters),
-        "channels": launch.Scalar(geo.channels),
+        **cut_arguments(geo, choice),
     }
     constants: dict[str, Any] = {
         "BK": tile.bm, "BC": tile.bk, "BP": tile.bc, "STAGES": tile.stages,

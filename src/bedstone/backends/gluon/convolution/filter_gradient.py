@@ -185,6 +185,7 @@ class FilterGradient(Algorithm):
 
     split = True
     dtypes: tuple[DType, ...] = HALVES
+    math: tuple[str, ...] = ()  # the math modes it takes; none: all
     table: tuple[tiles.Tile, ...] = tiles.FILTER_HALF
     merges = False  # takes narrow groups side by side
 
@@ -203,6 +204,8 @@ class FilterGradient(Algorithm):
             return reason
         if problem.direction != "backward_filter":
             return "takes backward_filter"
+        if self.math and problem.math not in self.math:
+            return f'takes math {" and ".join(self.math)}; the problem asks for "{problem.math}"'
         view = filter_view(problem)
         reason = images.refuses("x", view.x) or images.refuses("dy", view.dy)
         if reason is None and dw_strides(problem) is None:
@@ -292,6 +295,21 @@ def geometry_arguments(geo: Geometry, names: tuple[str, ...]) -> dict[str, launc
     return {name: Integers(per_axis(geo, fields[name])) for name in names}
 
 
+def cut_arguments(geo: Geometry, choice: FilterChoice) -> dict[str, launch.Argument]:
+    """The arguments by which a kernel that sums over patches finds its tiles, steps and window."""
+    tile, patch = choice.tile, choice.patch
+    return {
+        "cut": choice.work.cut,
+        "filter_tiles": launch.Scalar(-(-geo.filters // tile.bm)),
+        "channel_tiles": launch.Scalar(-(-geo.channels // tile.bk)),
+        "patches": Integers(patch.tiles),
+        "box": Integers(patch.box),
+        **geometry_arguments(geo, ("taps", "pad", "stride", "dilation")),
+        "filters": launch.Scalar(geo.filters),
+        "channels": launch.Scalar(geo.channels),
+    }
+
+
 def filter_launch(
     problem: ConvolutionProblem, device: Device, choice: FilterChoice, split: bool
 ) -> Kernel:
@@ -310,14 +328,7 @@ def filter_launch(
         "dw_ptr": launch.Pointer(2, problem.x.dtype),
         "part_ptr": part,
         **launch.factors(problem.x.dtype),
-        "cut": work.cut,
-        "filter_tiles": launch.Scalar(-(-geo.filters // tile.bm)),
-        "channel_tiles": launch.Scalar(-(-geo.channels // tile.bk)),
-        "patches": Integers(patch.tiles),
-        "box": Integers(patch.box),
-        **geometry_arguments(geo, ("taps", "pad", "stride", "dilation")),
-        "filters": launch.Scalar(geo.filters),
-        "channels": launch.Scalar(geo.channels),
+        **cut_arguments(geo, choice),
         "dw_strides": Integers(strides, "i64"),
         "flip": launch.Scalar(int(view.flip)),
     }  # fmt: skip

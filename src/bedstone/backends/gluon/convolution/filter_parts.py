@@ -1,9 +1,9 @@
 """gluon:implicit_gemm_bf16x6_split and _bf16x3_split, float32 gradients by filter that read their
 operands once: the host's side of filter_parts_kernels.
 
-The first keeps float32's accuracy and range, the second what tf32 promises. Where the operands'
-bytes are what takes time (1x1 windows, few channels) they beat the kernels that first write
-scaled float16 planes; where products are, three float16 ones beat six of bfloat16.
+The first is to keep float32's accuracy and range, the second what tf32 promises. They are meant for
+problems where the operands' bytes are what takes time (1x1 windows, few channels): the kernels that
+first write scaled float16 planes move more of them. No device has run them yet.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from bedstone.backends.gluon.convolution.f16x3 import MATH
 from bedstone.backends.gluon.convolution.filter_gradient import (
     FilterChoice,
     FilterGradient,
+    cut_arguments,
     filter_view,
-    geometry_arguments,
     sum_launch,
 )
 from bedstone.backends.gluon.convolution.images import image_map
 from bedstone.backends.gluon.convolution.implicit_gemm_ws import (
     WARPS,
     Guarded,
-    Integers,
     per_axis,
 )
 from bedstone.backends.triton import launch
@@ -39,20 +38,13 @@ class FilterBf16x6(FilterGradient):
 
     name = "gluon:implicit_gemm_bf16x6_split"
     dtypes = (DType.float32,)
-    math: tuple[str, ...] = (*MATH, "bf16x6")
+    math = (*MATH, "bf16x6")
     parts = 3
     table = tiles.FILTER_BF16X6
     merges = True
 
     def untried(self, problem: ConvolutionProblem) -> bool:
         return True
-
-    def supports(self, problem: Problem, device: Device) -> str | None:
-        reason = super().supports(problem, device)
-        if reason is None and problem.math not in self.math:  # type: ignore[attr-defined]
-            asked = problem.math  # type: ignore[attr-defined]
-            reason = f'takes math {" and ".join(self.math)}; the problem asks for "{asked}"'
-        return reason
 
     def build(self, problem: Problem, device: Device) -> Kernel:
         if not isinstance(problem, ConvolutionProblem):
@@ -88,14 +80,7 @@ def parts_launch(
         "x_desc": image_map(0, view.x, patch.box, tile.bk, per_axis(geo, "u")),
         "dy_desc": image_map(1, view.dy, patch.box, tile.bm),
         "part_ptr": launch.Scratch(DType.float32),
-        "cut": work.cut,
-        "filter_tiles": launch.Scalar(-(-geo.filters // tile.bm)),
-        "channel_tiles": launch.Scalar(-(-geo.channels // tile.bk)),
-        "patches": Integers(patch.tiles),
-        "box": Integers(patch.box),
-        **geometry_arguments(geo, ("taps", "pad", "stride", "dilation")),
-        "filters": launch.Scalar(geo.filters),
-        "channels": launch.Scalar(geo.channels),
+        **cut_arguments(geo, choice),
     }
     constants: dict[str, Any] = {
         "BK": tile.bm, "BC": tile.bk, "BP": tile.bc, "STAGES": tile.stages,

@@ -5,7 +5,8 @@ tile and reduced channels a step (backward_filter: filters x channels a tile and
 stages of the ring, consumers of four warps, programs that share a multiprocessor, TFLOP/s of the
 whole chip inside the main loop, and microseconds that a tile spends outside of it. The 16-bit rows
 were fitted to the timings in bench/results/h200-tiles-bfloat16.csv, the others to
-bench/gpu_check_gluon.py --tiles.
+bench/gpu_check_gluon.py --tiles. The rates of GROUPED, BF16 and PLANAR tables are guesses: no
+device has run their kernels yet (UNTRIED_SECONDS).
 """
 
 from __future__ import annotations
